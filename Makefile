@@ -1,0 +1,33 @@
+# Everything a fresh machine with Python 3.11+, make and pip needs: `make study` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: study test check prove bench clean
+
+study: $(VENV)/ready
+	$(BIN)/lengthwise encodings
+
+test: check
+	$(BIN)/pytest -m "not prove"
+
+check: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+prove: $(VENV)/ready
+	$(BIN)/pytest -m prove
+
+bench: $(VENV)/ready
+	$(BIN)/python benchmarks/attention.py
+
+# One virtual environment, made anew when the pins change.
+$(VENV)/ready: pyproject.toml
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Lengthwise needs Python 3.11 or newer; set PYTHON=')"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[lab,dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,97 @@
+"""Attention with a described bias: one door, several backends.
+
+A backend is a module with `objections(call)`, the reasons why it cannot take a call, and `attend(call)`.
+"""
+
+from types import ModuleType
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from lengthwise.attention import reference, sdpa
+from lengthwise.attention.call import Call, Rescore, checked_call
+from lengthwise.attention.reference import Explanation
+from lengthwise.bias import Bias
+
+__all__ = ["BACKENDS", "Call", "Explanation", "attend", "checked_call", "choose", "explain"]
+
+BACKENDS: dict[str, ModuleType] = {"sdpa": sdpa, "reference": reference}
+"""Backends by name, the fastest first: "auto" takes the first that has no objection."""
+
+
+def attend(
+    q: Float[Tensor, "batch head query dim"],
+    k: Float[Tensor, "batch kv_head key dim"],
+    v: Float[Tensor, "batch kv_head key value"],
+    *,
+    bias: Bias | None = None,
+    rescore: Rescore | None = None,
+    causal: bool = True,
+    key_mask: Bool[Tensor, "#batch key"] | None = None,
+    documents: Int[Tensor, "#batch key"] | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    start: int | Int[Tensor, ""] | None = None,
+    backend: str = "auto",
+) -> Float[Tensor, "batch head query value"]:
+    """softmax(scale q k^T + bias) v over the keys that each query may see; zeros where it may see none.
+
+    Order in the tensors decides causality: key j stands in slot j, query i in slot start + i. With no `start` the
+    queries are the last slots; a cache with room behind the newest key gives it.
+
+    key_mask   True for keys that may be seen, False for padding
+    documents  a number per key; only keys of the query's own document are seen
+    window     how many slots back a query sees, itself included (and as many ahead where not causal)
+    scale      1 / sqrt(dim) if not given
+    rescore    `encoding.rescore`, for encodings that replace the scores
+    backend    a name in BACKENDS, which is used or raises, never replaced; or "auto", see `choose`
+    """
+    call = checked_call(
+        q,
+        k,
+        v,
+        bias=bias,
+        rescore=rescore,
+        causal=causal,
+        key_mask=key_mask,
+        documents=documents,
+        window=window,
+        scale=scale,
+        start=start,
+    )
+    module = BACKENDS[choose(call, backend)]
+    with torch.autocast(q.device.type, enabled=False):
+        return module.attend(call)
+
+
+def explain(call: Call) -> Explanation:
+    """The output by the reference, with content, bias, scores and weights beside it, all of them quadratic.
+
+    >>> q = torch.ones(1, 1, 2, 4)
+    >>> explain(checked_call(q, q, q)).weights[0, 0]
+    tensor([[1.0000, 0.0000],
+            [0.5000, 0.5000]])
+    """
+    with torch.autocast(call.q.device.type, enabled=False):
+        return reference.explain(call)
+
+
+def choose(call: Call, backend: str = "auto") -> str:
+    """The name of the backend that will take the call, or an error with the call and every objection."""
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}; there are {', '.join(map(repr, BACKENDS))} and 'auto'.")
+    names = list(BACKENDS) if backend == "auto" else [backend]
+    for name in names:
+        if not BACKENDS[name].objections(call):
+            return name
+    raise NotImplementedError(_refusal(call, names))
+
+
+def _refusal(call: Call, names: list[str]) -> str:
+    who = f"backend {names[0]!r}" if len(names) == 1 else "no backend"
+    lines = [f"{who} {'cannot' if len(names) == 1 else 'can'} take this call.", call.describe()]
+    lines += [f"  {name}: {objection}" for name in names for objection in BACKENDS[name].objections(call)]
+    free = [name for name, module in BACKENDS.items() if not module.objections(call)]
+    lines.append(f'  Use backend={" or ".join(map(repr, free))}, which has no objection, or "auto".')
+    return "\n".join(lines)

@@ -1,0 +1,212 @@
+"""The additive term of attention, described instead of filled in.
+
+    scores[b, h, i, j] = scale * q[b, h, i] . k[b, h, j] + bias[b, h, i, j]
+
+Filled in, a bias costs memory quadratic in length and pushes attention off every fused kernel. A Bias keeps the few
+numbers it is made of: one per distance, one per token, or a function. It is bound to one call, holds that call's
+positions or levels, and is asked for by index: row i of the queries, column j of the keys. Causality, windows,
+documents and padding are arguments of attention and never part of a bias.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+Index = slice | Int[Tensor, " index"]
+"""Some rows or columns of a bias: whatever picks from one axis of a tensor."""
+
+EVERYTHING = slice(None)
+
+TILES: dict[str, Callable[..., Tensor]] = {}
+"""Tile functions by name, so that a compiled graph can name one; `registered_tile` adds to it."""
+
+
+def registered_tile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Make a tile function known by name, which `torch.compile` and `torch.export` need. A decorator."""
+    TILES[tile_name(function)] = function
+    return function
+
+
+def tile_name(function: Callable[..., Tensor]) -> str:
+    """The name under which a tile function is registered, or would be."""
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def wide(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """The same numbers in float32 or better: half precision cannot hold a position."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+class Bias(ABC):
+    """What is added to the scores of one call of attention."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch or 1, head or 1, query, key)."""
+
+    @property
+    @abstractmethod
+    def sources(self) -> tuple[Tensor, ...]:
+        """The tensors that a gradient may flow to."""
+
+    @abstractmethod
+    def tile(self, rows: Index, columns: Index) -> Float[Tensor, "#batch #head row column"]:
+        """A part of the matrix, in float32 or better."""
+
+    def dense(self) -> Float[Tensor, "#batch #head query key"]:
+        """The whole matrix, slow and large on purpose: the definition, for tests and pictures."""
+        return self.tile(EVERYTHING, EVERYTHING)
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether something in it is learned."""
+        return any(source.requires_grad for source in self.sources)
+
+
+@dataclass(frozen=True, eq=False)
+class DistanceBias(Bias):
+    """bias[b, h, i, j] = table[h, query[b, i] - key[b, j] - first], constant beyond the table's ends.
+
+    `first` is the distance of the table's first column: 0 under causality, negative for a two-sided table.
+    """
+
+    table: Float[Tensor, "head distance"]
+    query: Int[Tensor, "#batch query"]
+    key: Int[Tensor, "#batch key"]
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        _require(self.table, "table", 2, "(head, distance)", floating=True)
+        for name in ("query", "key"):
+            object.__setattr__(self, name, torch.atleast_2d(getattr(self, name)))
+            _require(getattr(self, name), name, 2, "(batch or 1, position)", floating=False)
+        if self.table.shape[1] == 0:
+            raise ValueError("a DistanceBias needs at least one distance; its table has none. Give one column or more.")
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch or 1, head, query, key)."""
+        batch = max(self.query.shape[0], self.key.shape[0])
+        return batch, self.table.shape[0], self.query.shape[1], self.key.shape[1]
+
+    @property
+    def sources(self) -> tuple[Tensor, ...]:
+        """The table."""
+        return (self.table,)
+
+    def tile(self, rows: Index, columns: Index) -> Float[Tensor, "#batch head row column"]:
+        """A part of the matrix, in float32 or better."""
+        distance = self.query[:, rows, None] - self.key[:, None, columns]
+        index = (distance - self.first).clamp(0, self.table.shape[1] - 1)
+        return wide(self.table)[:, index].transpose(0, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class LevelBias(Bias):
+    """bias[b, h, i, j] = -slope[b, h, i] * abs(query_level[b, h, i] - key_level[b, h, j]).
+
+    Levels are float64 and their difference is taken before rounding, so that precision does not depend on how far a
+    level has climbed.
+    """
+
+    query_level: Float[Tensor, "#batch #head query"]
+    key_level: Float[Tensor, "#batch #head key"]
+    slope: Float[Tensor, "#batch #head #query"]
+
+    def __post_init__(self) -> None:
+        for name in ("query_level", "key_level", "slope"):
+            _require(getattr(self, name), name, 3, "(batch or 1, head or 1, position)", floating=True)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch or 1, head or 1, query, key)."""
+        parts = (self.query_level, self.key_level, self.slope)
+        batch, heads = (max(part.shape[axis] for part in parts) for axis in (0, 1))
+        return batch, heads, self.query_level.shape[2], self.key_level.shape[2]
+
+    @property
+    def sources(self) -> tuple[Tensor, ...]:
+        """Levels and slopes."""
+        return self.query_level, self.key_level, self.slope
+
+    def tile(self, rows: Index, columns: Index) -> Float[Tensor, "#batch #head row column"]:
+        """A part of the matrix, in the slope's precision, float32 at least."""
+        slope = wide(self.slope).expand(-1, -1, self.query_level.shape[2])[..., rows, None]
+        way = (self.query_level[..., rows, None] - self.key_level[..., None, columns]).abs()
+        return -slope * way.to(slope.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionBias(Bias):
+    """bias[b, h, i, j] = function(rows, columns, *tensors), asked for tile by tile and never whole.
+
+    `function` is pure and lives at the top of a module. Everything that may need a gradient is in `tensors`, never
+    captured. The last axis of tensors[0] runs over the queries, that of tensors[1] over the keys. Decorated with
+    `registered_tile` it also works at full speed under torch.compile.
+    """
+
+    function: Callable[..., Float[Tensor, "#batch #head row column"]]
+    tensors: tuple[Tensor, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.tensors) < 2:
+            raise ValueError(
+                "a FunctionBias needs tensors[0] with queries and tensors[1] with keys along the last axis; "
+                f"{len(self.tensors)} tensors came. Put the call's positions or levels there."
+            )
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch or 1, head or 1, query, key)."""
+        batch, heads = self.tile(slice(0, 1), slice(0, 1)).shape[:2]
+        return batch, heads, self.tensors[0].shape[-1], self.tensors[1].shape[-1]
+
+    @property
+    def sources(self) -> tuple[Tensor, ...]:
+        """The floating-point tensors."""
+        return tuple(tensor for tensor in self.tensors if tensor.is_floating_point())
+
+    def tile(self, rows: Index, columns: Index) -> Float[Tensor, "#batch #head row column"]:
+        """A part of the matrix."""
+        return self.function(rows, columns, *self.tensors)
+
+
+@dataclass(frozen=True, eq=False)
+class DenseBias(Bias):
+    """bias[b, h, i, j] = value[b, h, i, j]: the last resort, quadratic."""
+
+    value: Float[Tensor, "#batch #head query key"]
+
+    def __post_init__(self) -> None:
+        _require(self.value, "value", 4, "(batch or 1, head or 1, query, key)", floating=True)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch or 1, head or 1, query, key)."""
+        batch, heads, queries, keys = self.value.shape
+        return batch, heads, queries, keys
+
+    @property
+    def sources(self) -> tuple[Tensor, ...]:
+        """The matrix."""
+        return (self.value,)
+
+    def tile(self, rows: Index, columns: Index) -> Float[Tensor, "#batch #head row column"]:
+        """A part of the matrix, in float32 or better."""
+        return wide(self.value[:, :, rows][..., columns])
+
+
+def _require(tensor: Tensor, name: str, dims: int, axes: str, *, floating: bool) -> None:
+    kind = "floating-point" if floating else "integer"
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a {kind} tensor {axes}; a {type(tensor).__name__} came. Use torch.tensor.")
+    if tensor.ndim != dims:
+        raise ValueError(f"{name} must be {axes}; its shape is {tuple(tensor.shape)}. Add or drop an axis.")
+    integral = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+    if (floating and not tensor.is_floating_point()) or (not floating and not integral):
+        raise TypeError(f"{name} must be a {kind} tensor; it is {tensor.dtype}. Convert it before the call.")

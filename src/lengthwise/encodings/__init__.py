@@ -1,0 +1,42 @@
+"""Positional encodings, one file each."""
+
+from lengthwise.encodings.alibi import Alibi
+from lengthwise.encodings.base import Encoding, Geometry, PositionError, State
+from lengthwise.encodings.cable import Cable
+from lengthwise.encodings.cable_nw import CableNoWeights
+from lengthwise.encodings.cope import Cope
+from lengthwise.encodings.dape import Dape
+from lengthwise.encodings.dapev2 import DapeV2
+from lengthwise.encodings.fire import Fire
+from lengthwise.encodings.fox import Fox
+from lengthwise.encodings.k_cable import KCable
+from lengthwise.encodings.kerple import KerpleLog, KerplePower
+from lengthwise.encodings.learned import Learned
+from lengthwise.encodings.none import NoPosition
+from lengthwise.encodings.registry import ENCODINGS, make, register
+from lengthwise.encodings.rope import Rope
+from lengthwise.encodings.sinusoidal import Sinusoidal
+from lengthwise.encodings.t5 import T5
+from lengthwise.encodings.t5_clamped import T5Clamped
+
+__all__ = ["ENCODINGS", "Encoding", "Geometry", "PositionError", "State", "make", "register"]
+
+ENCODINGS |= {
+    "alibi": Alibi,
+    "kerple": KerpleLog,
+    "kerple-power": KerplePower,
+    "fire": Fire,
+    "t5": T5,
+    "t5-clamped": T5Clamped,
+    "rope": Rope,
+    "cable": Cable,
+    "cable-nw": CableNoWeights,
+    "k-cable": KCable,
+    "fox": Fox,
+    "cope": Cope,
+    "dape": Dape,
+    "dapev2": DapeV2,
+    "none": NoPosition,
+    "learned": Learned,
+    "sinusoidal": Sinusoidal,
+}

@@ -1,0 +1,49 @@
+"""ALiBi: attention with linear biases (Press et al. 2022, section 3).
+
+    bias[h, i, j] = -slope[h] * |i - j|
+
+Nothing is learned. There are two rules for the slopes, equal where the number of heads is a power of two:
+    geometric     slope[h] = 2 ** (-8 h / heads), h = 1 .. heads         the figures of the CABLE paper
+    interleaved   geometric for the largest power of two below, then every other slope of twice as many heads
+                                                                         the ALiBi authors, BLOOM, MPT
+"""
+
+from typing import Literal
+
+import torch
+
+from lengthwise.bias import LevelBias
+from lengthwise.encodings.base import Encoding, Geometry, Positions, Slot, State, Tokens, checked_positions
+
+
+class Alibi(Encoding):
+    """A level that climbs by 1 a token, and a fixed slope per head."""
+
+    paper = "Press et al. 2022, arXiv 2108.12409"
+    kind = LevelBias
+
+    def __init__(self, geometry: Geometry, *, slopes: Literal["geometric", "interleaved"] = "geometric") -> None:
+        super().__init__(geometry)
+        rules = {"geometric": geometric_slopes, "interleaved": interleaved_slopes}
+        if slopes not in rules:
+            raise ValueError(f"slopes must be 'geometric' or 'interleaved'; {slopes!r} came. 'geometric' is usual.")
+        self.slopes = rules[slopes](geometry.heads)
+
+    def bias(
+        self, x: Tokens, query: Positions, key: Positions, state: State | None = None, start: Slot | None = None
+    ) -> LevelBias:
+        """-slope |query - key|."""
+        query, key = checked_positions(query, key)
+        slope = torch.tensor(self.slopes, dtype=torch.float32, device=query.device)
+        return LevelBias(query[:, None].double(), key[:, None].double(), slope[None, :, None])
+
+
+def geometric_slopes(heads: int) -> list[float]:
+    """One geometric sequence from near 1 down to 1/256."""
+    return [2 ** (-8 * h / heads) for h in range(1, heads + 1)]
+
+
+def interleaved_slopes(heads: int) -> list[float]:
+    """The sequence of a power of two, and what is missing from between the members of the next."""
+    below = 2 ** (heads.bit_length() - 1)
+    return geometric_slopes(below) + geometric_slopes(2 * below)[0::2][: heads - below]

@@ -1,0 +1,227 @@
+"""What an encoding is: a module with five hooks, of which it overrides the ones it needs, nearly always one.
+
+embed(x, positions)                    as tokens enter, once per model
+state(x, key_mask)                     numbers per token that later tokens need; cached beside the keys
+rotate(q, k, query, key, state)        before queries meet keys
+bias(x, query, key, state)             before the softmax
+rescore(content, bias, q, mask)        instead of the scores
+"""
+
+import inspect
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from lengthwise.bias import Bias, wide
+
+Tokens = Float[Tensor, "batch position width"]
+"""The input of the model for `embed`, of the attention block for the other hooks."""
+
+Positions = Int[Tensor, "#batch position"]
+"""Where tokens stand, counted from 0: one row for all sequences or one for each."""
+
+Slot = int | Int[Tensor, ""]
+"""A place among the keys of one call, by order in the tensor."""
+
+State = dict[str, Float[Tensor, "batch head position"]]
+"""Per-token numbers by name, float32 or better: whoever runs the model keeps them beside the keys."""
+
+HOOKS = ("embed", "rotate", "rescore", "bias")
+"""The hooks that change attention, the most telling first: DAPE has a bias too, but its point is to rescore."""
+
+
+class PositionError(ValueError):
+    """A position that an encoding has no answer for."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The shape of the attention that an encoding serves; `causal` picks its one-sided or its two-sided form."""
+
+    heads: int
+    width: int
+    head_dim: int
+    train_length: int
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "width", "head_dim", "train_length"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a whole number, 1 or more; {value!r} came. Check the model's sizes.")
+
+
+class Encoding(nn.Module):
+    """A positional encoding that does nothing: the base of all others, and `none` itself but for the name."""
+
+    paper: ClassVar[str]
+    """Where it comes from, as "Authors year, arXiv number"."""
+    kind: type[Bias] | None = None
+    """The kind of bias it describes at its training length, if any."""
+    two_sided: ClassVar[bool] = True
+    """Whether it is defined without causality."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__()
+        if not geometry.causal and not self.two_sided:
+            raise ValueError(
+                f"{type(self).__name__} is defined for causal attention only; causal=False came. "
+                "Take an encoding with a two-sided form, e.g. 'alibi', 'fire' or 't5'."
+            )
+        self.geometry = geometry
+
+    def reset_parameters(self) -> None:
+        """Draw the learned parameters anew, as the paper does."""
+
+    def embed(self, x: Tokens, positions: Positions) -> Tokens:
+        """Tokens as they enter the model."""
+        return x
+
+    def state(self, x: Tokens, key_mask: Bool[Tensor, "#batch position"] | None = None) -> State | None:
+        """What later tokens will need to know of these, or None; tokens that the mask forbids count for nothing."""
+        return None
+
+    def rotate(
+        self,
+        q: Float[Tensor, "batch head query dim"],
+        k: Float[Tensor, "batch kv_head key dim"],
+        query: Positions,
+        key: Positions,
+        state: State | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys as they meet; all keys, old and new."""
+        return q, k
+
+    def bias(
+        self, x: Tokens, query: Positions, key: Positions, state: State | None = None, start: Slot | None = None
+    ) -> Bias | None:
+        """What is added to the scores.
+
+        x holds the new tokens, one per query; key and state all keys, old and new. Without a state x must cover all
+        keys and the state is computed. `start` is the slot of the first query, as in `attend`; it comes only to
+        encodings with a state, and only where the queries are not the last slots.
+        """
+        return None
+
+    def rescore(
+        self,
+        content: Float[Tensor, "batch head row key"],
+        bias: Float[Tensor, "batch head row key"],
+        q: Float[Tensor, "batch head row dim"],
+        mask: Bool[Tensor, "#batch 1 row key"],
+    ) -> Float[Tensor, "batch head row key"]:
+        """The scores of some whole rows, of all heads, from scaled content and bias, both 0 where the mask forbids."""
+        return content + bias
+
+    @property
+    def limit(self) -> int | None:
+        """How many positions it has an answer for; None if it has no end."""
+        return None
+
+    @property
+    def learned_parameters(self) -> int:
+        """How many numbers it learns, per layer that has one."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    @classmethod
+    def overrides(cls, hook: str) -> bool:
+        """Whether it has a hook of its own."""
+        return getattr(cls, hook) is not getattr(Encoding, hook)
+
+    @classmethod
+    def hook(cls) -> str | None:
+        """The hook by which it acts, or None."""
+        return next((hook for hook in HOOKS if cls.overrides(hook)), None)
+
+    @classmethod
+    def options(cls) -> tuple[str, ...]:
+        """The keywords of its own that `make` takes."""
+        parameters = inspect.signature(cls.__init__).parameters.values()
+        return tuple(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
+
+    def extra_repr(self) -> str:
+        """The shape it serves."""
+        g = self.geometry
+        return f"heads={g.heads}, width={g.width}, head_dim={g.head_dim}, causal={g.causal}"
+
+
+def checked_positions(
+    query: Int[Tensor, "*batch query"], key: Int[Tensor, "*batch key"]
+) -> tuple[Positions, Positions]:
+    """Positions as (batch or 1, position) each, or an error. A key may be negative (padding), a query may not."""
+    for name, positions in (("query", query), ("key", key)):
+        if not isinstance(positions, Tensor):
+            raise TypeError(
+                f"{name} positions must be an integer tensor; a {type(positions).__name__} came. Use torch.arange."
+            )
+        if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
+            raise TypeError(f"{name} positions must be integers; they are {positions.dtype}. Use torch.arange(length).")
+        if positions.ndim not in (1, 2):
+            raise ValueError(
+                f"{name} positions must be (position,) or (batch, position); their shape is {tuple(positions.shape)}. "
+                "Flatten what comes before the position."
+            )
+    if not torch.compiler.is_compiling() and query.numel() and query.min() < 0:
+        raise PositionError(
+            f"a query's position must be 0 or more; {int(query.min())} came. Give padding position 0 and mask it."
+        )
+    return torch.atleast_2d(query), torch.atleast_2d(key)
+
+
+def checked_tokens(x: Tokens, width: int, positions: int, of: str) -> None:
+    """An error unless x is (batch, position, width) with one token per position."""
+    if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != width or not x.is_floating_point():
+        came = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+        raise ValueError(
+            f"x must be a floating-point tensor (batch, position, {width}); {came} came. "
+            "Pass the input of the attention block."
+        )
+    if x.shape[1] != positions:
+        raise ValueError(
+            f"x must hold one token per {of}; it has {x.shape[1]} and there are {positions} positions. "
+            "With cached keys pass the new tokens as x and the state of all keys as state."
+        )
+
+
+def reaches_beyond(query: Positions, key: Positions, reach: int) -> bool:
+    """Whether some distance is `reach` or more either way, as positions with gaps can be.
+
+    In eager mode this reads the positions. A compiled graph cannot branch on them: it assumes that there are no such
+    distances, and stops at run time if there are.
+    """
+    if query.numel() == 0 or key.numel() == 0:
+        return False
+    furthest = torch.maximum(query.max() - key.min(), key.max() - query.min())
+    if torch.compiler.is_compiling():
+        torch._assert_async(furthest < reach, "positions with gaps need a longer table than a compiled graph has")
+        return False
+    return bool(furthest >= reach)
+
+
+def run_ends(positions: Positions) -> Positions:
+    """For each position the last of its run: where a position does not rise, a new document begins."""
+    length = positions.shape[1]
+    slots = torch.arange(length, device=positions.device)
+    last = torch.ones_like(positions, dtype=torch.bool)
+    last[:, :-1] = positions[:, 1:] <= positions[:, :-1]
+    end_slot = slots.where(last, length - 1).flip(1).cummin(1).values.flip(1)
+    return positions.gather(1, end_slot)
+
+
+def project(layer: nn.Linear, x: Tokens) -> Float[Tensor, "batch head position"]:
+    """layer(x) with heads first, in float32 or better whatever the autocast: positions are made of it."""
+    x = wide(x)
+    bias = None if layer.bias is None else layer.bias.to(x.dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        return F.linear(x, layer.weight.to(x.dtype), bias).transpose(1, 2)
+
+
+def reset_linear(layer: nn.Linear | nn.Conv2d) -> None:
+    """GPT-2's initialisation: N(0, 0.02), bias 0."""
+    nn.init.normal_(layer.weight, std=0.02)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)

@@ -1,0 +1,90 @@
+"""FIRE: functional interpolation for relative positions (Li et al. 2023, equations 4 and 19).
+
+    bias[h, i, j] = f(psi(|i - j|) / (psi(max(L, n[i])) + 1e-6))[h]      psi(x) = log(|c| x + 1)
+
+f is Linear(1, 32) - ReLU - Linear(32, heads); c starts at 0.1; L = |multiplier * threshold|, the multiplier from 1.
+n[i] is i under causality; two-sided it is the distance from i to the further end of its document. Up to L the bias
+depends on distance alone and is a table; beyond, it is a function of both positions.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from lengthwise.bias import Bias, DistanceBias, FunctionBias, Index, registered_tile, wide
+from lengthwise.encodings.base import (
+    Encoding,
+    Geometry,
+    Positions,
+    Slot,
+    State,
+    Tokens,
+    checked_positions,
+    reaches_beyond,
+    reset_linear,
+    run_ends,
+)
+
+
+class Fire(Encoding):
+    """A small network of one number, the distance relative to how far there is to look back."""
+
+    paper = "Li et al. 2023, arXiv 2310.04418"
+    kind = DistanceBias
+
+    def __init__(self, geometry: Geometry, *, hidden: int = 32, threshold: float = 512.0) -> None:
+        super().__init__(geometry)
+        self.threshold = threshold
+        self.c = nn.Parameter(torch.empty(1))
+        self.multiplier = nn.Parameter(torch.empty(1))
+        self.into = nn.Linear(1, hidden)
+        self.out = nn.Linear(hidden, geometry.heads)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """c = 0.1, L = threshold, the network as the rest of GPT-2, so that the bias starts near 0."""
+        nn.init.constant_(self.c, 0.1)
+        nn.init.constant_(self.multiplier, 1.0)
+        reset_linear(self.into)
+        reset_linear(self.out)
+
+    def bias(
+        self, x: Tokens, query: Positions, key: Positions, state: State | None = None, start: Slot | None = None
+    ) -> Bias:
+        """A table if every query is within L, else the function; a compiled graph cannot look and takes the latter."""
+        query, key = checked_positions(query, key)
+        furthest = query if self.geometry.causal else torch.maximum(query, run_ends(query) - query)
+        limit = (wide(self.multiplier) * self.threshold).abs()
+        network = (wide(self.c), limit, *(wide(p) for p in (*self.into.parameters(), *self.out.parameters())))
+        reach = max(query.shape[1], key.shape[1])
+        within = not torch.compiler.is_compiling() and bool((furthest <= limit).all())
+        if not within or reaches_beyond(query, key, reach):
+            return FunctionBias(fire_tile, (query, key, furthest, *network))
+        first = 0 if self.geometry.causal else 1 - reach
+        distances = torch.arange(first, reach, device=query.device)[None]
+        origin = torch.zeros_like(distances)
+        with torch.autocast(query.device.type, enabled=False):
+            table = fire_tile(slice(None), slice(0, 1), distances, origin, origin, *network)
+        return DistanceBias(table[0, :, :, 0], query, key, first)
+
+
+@registered_tile
+def fire_tile(
+    rows: Index,
+    columns: Index,
+    query: Tensor,
+    key: Tensor,
+    furthest: Tensor,
+    c: Tensor,
+    limit: Tensor,
+    weight_in: Tensor,
+    bias_in: Tensor,
+    weight_out: Tensor,
+    bias_out: Tensor,
+) -> Tensor:
+    """f(psi(distance) / (psi(max(L, n)) + 1e-6)) with heads second."""
+    distance = (query[:, rows, None] - key[:, None, columns]).abs()
+    scope = torch.maximum(furthest[:, rows, None].to(limit.dtype), limit)
+    relative = torch.log1p(c.abs() * distance) / (torch.log1p(c.abs() * scope) + 1e-6)
+    hidden = torch.relu(weight_in[:, :, None, None] * relative[:, None] + bias_in[:, None, None])
+    heads = weight_out @ hidden.flatten(2) + bias_out[:, None]
+    return heads.unflatten(2, relative.shape[1:])

@@ -1,0 +1,29 @@
+"""The forgetting transformer (Lin et al. 2025, section 3): a forget gate inside softmax attention.
+
+bias[i, j] = sum of logsigmoid(W x[l] + b) over j < l <= i
+           = -|level[i] - level[j]|          level = cumulative sum of softplus(-(W x + b))
+"""
+
+import torch.nn.functional as F
+
+from lengthwise.bias import LevelBias
+from lengthwise.encodings.base import Positions, Slot, State, Tokens, project
+from lengthwise.encodings.levels import Levels, StepEncoding, unit_slope
+
+
+class Fox(StepEncoding):
+    """Every token multiplies what came before it by its gate."""
+
+    paper = "Lin et al. 2025, arXiv 2503.02130"
+    kind = LevelBias
+    two_sided = False
+
+    def step(self, x: Tokens) -> Levels:
+        """-logsigmoid(W x + b)."""
+        return F.softplus(-project(self.to_step, x))
+
+    def bias(
+        self, x: Tokens, query: Positions, key: Positions, state: State | None = None, start: Slot | None = None
+    ) -> LevelBias:
+        """-|level - level|."""
+        return LevelBias(*self.levels(x, query, key, state, start), unit_slope(x))

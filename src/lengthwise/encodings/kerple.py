@@ -1,0 +1,128 @@
+"""KERPLE: kernelised relative biases (Chi et al. 2022, equations 4 and 5).
+
+    kerple         bias[h, i, j] = -p[h] log(1 + a[h] |i - j|)     our p, a are the paper's r1, r2
+    kerple-power   bias[h, i, j] = -a[h] |i - j| ** p[h]           0 < p <= 2
+
+p ~ U[0, 2) and a ~ U[0, 1) per head, none below 0.01. The authors hold them there by clamping the weights in place at
+every forward; here they are FLOOR + softplus(raw), or a sigmoid between two ends, which training, compilation and
+weight averaging cannot break.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lengthwise.bias import Bias, DistanceBias, FunctionBias, Index, registered_tile, wide
+from lengthwise.encodings.base import (
+    Encoding,
+    Geometry,
+    Positions,
+    Slot,
+    State,
+    Tokens,
+    checked_positions,
+    reaches_beyond,
+)
+
+FLOOR = 0.01
+
+
+class _Kernel(Encoding):
+    """A falling function of distance with two learned numbers per head."""
+
+    paper = "Chi et al. 2022, arXiv 2205.09921"
+    kind = DistanceBias
+    tile_function: ClassVar[Callable[..., Tensor]]
+
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__(geometry)
+        self.raw_p = nn.Parameter(torch.empty(geometry.heads))
+        self.raw_a = nn.Parameter(torch.empty(geometry.heads))
+        self.reset_parameters()
+
+    @property
+    @abstractmethod
+    def p(self) -> Float[Tensor, " head"]:
+        """The kernel's first number, positive."""
+
+    @property
+    def a(self) -> Float[Tensor, " head"]:
+        """The kernel's second number, positive."""
+        return FLOOR + F.softplus(wide(self.raw_a))
+
+    def bias(
+        self, x: Tokens, query: Positions, key: Positions, state: State | None = None, start: Slot | None = None
+    ) -> Bias:
+        """A table with one number per distance, or the function itself where positions have gaps."""
+        query, key = checked_positions(query, key)
+        tile = type(self).tile_function
+        reach = max(query.shape[1], key.shape[1])
+        if reaches_beyond(query, key, reach):
+            return FunctionBias(tile, (query, key, self.p, self.a))
+        first = 0 if self.geometry.causal else 1 - reach
+        distances = torch.arange(first, reach, device=query.device)[None]
+        table = tile(slice(None), slice(None), distances, torch.zeros_like(distances[:, :1]), self.p, self.a)
+        return DistanceBias(table[0, :, :, 0], query, key, first)
+
+
+def _distance(rows: Index, columns: Index, query: Tensor, key: Tensor) -> Tensor:
+    """|query - key| as (batch, 1, row, column), to be spread over the heads."""
+    return (query[:, None, rows, None] - key[:, None, None, columns]).abs()
+
+
+@registered_tile
+def kerple_log(rows: Index, columns: Index, query: Tensor, key: Tensor, p: Tensor, a: Tensor) -> Tensor:
+    """-p log(1 + a d)."""
+    return -p[:, None, None] * torch.log1p(a[:, None, None] * _distance(rows, columns, query, key))
+
+
+@registered_tile
+def kerple_power(rows: Index, columns: Index, query: Tensor, key: Tensor, p: Tensor, a: Tensor) -> Tensor:
+    """-a d ** p; the power is taken of at least 1 and dropped at 0, where its gradient would be NaN."""
+    distance = _distance(rows, columns, query, key)
+    power = distance.clamp(min=1).to(p.dtype) ** p[:, None, None]
+    return -a[:, None, None] * power.where(distance > 0, 0)
+
+
+class KerpleLog(_Kernel):
+    """The logarithmic kernel, the one of the CABLE paper's figures."""
+
+    tile_function = staticmethod(kerple_log)
+
+    @property
+    def p(self) -> Float[Tensor, " head"]:
+        """How steep: the paper's r1."""
+        return FLOOR + F.softplus(wide(self.raw_p))
+
+    def reset_parameters(self) -> None:
+        """p ~ U[0, 2), a ~ U[0, 1)."""
+        with torch.no_grad():
+            self.raw_p.copy_(_inverse_softplus(2 * torch.rand_like(self.raw_p)))
+            self.raw_a.copy_(_inverse_softplus(torch.rand_like(self.raw_a)))
+
+
+class KerplePower(_Kernel):
+    """The power kernel; beyond p = 2 it would not be a kernel any more."""
+
+    tile_function = staticmethod(kerple_power)
+
+    @property
+    def p(self) -> Float[Tensor, " head"]:
+        """The power, between FLOOR and 2."""
+        return FLOOR + (2 - FLOOR) * torch.sigmoid(wide(self.raw_p))
+
+    def reset_parameters(self) -> None:
+        """p ~ U[0.01, 2), a ~ U[0, 1)."""
+        with torch.no_grad():
+            self.raw_p.copy_(torch.rand_like(self.raw_p).clamp(0.001, 0.999).logit())
+            self.raw_a.copy_(_inverse_softplus(torch.rand_like(self.raw_a)))
+
+
+def _inverse_softplus(value: Tensor) -> Tensor:
+    """raw with FLOOR + softplus(raw) = value; values so low that their gradient would vanish are raised to 0.02."""
+    return torch.log(torch.expm1(value.clamp(min=2 * FLOOR) - FLOOR))

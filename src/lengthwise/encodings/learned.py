@@ -1,0 +1,50 @@
+"""Learned absolute positions, GPT-2's `wpe` (Radford et al. 2019): a table added to the tokens.
+
+    x[b, i] + weight[positions[b, i]]            weight ~ N(0, 0.02)
+
+The table has an end, and so has every model that uses it.
+"""
+
+import torch
+from torch import nn
+
+from lengthwise.encodings.base import (
+    Encoding,
+    Geometry,
+    PositionError,
+    Positions,
+    Tokens,
+    checked_positions,
+    checked_tokens,
+)
+
+
+class Learned(Encoding):
+    """One learned vector per position, up to `length` of them (the training length if not given)."""
+
+    paper = "Radford et al. 2019 (GPT-2)"
+
+    def __init__(self, geometry: Geometry, *, length: int | None = None) -> None:
+        super().__init__(geometry)
+        self.weight = nn.Parameter(torch.empty(length or geometry.train_length, geometry.width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """N(0, 0.02)."""
+        nn.init.normal_(self.weight, std=0.02)
+
+    @property
+    def limit(self) -> int:
+        """The length of the table."""
+        return self.weight.shape[0]
+
+    def embed(self, x: Tokens, positions: Positions) -> Tokens:
+        """Tokens plus the row of their position."""
+        positions, _ = checked_positions(positions, positions)
+        checked_tokens(x, self.geometry.width, positions.shape[1], of="position")
+        if not torch.compiler.is_compiling() and positions.numel() and positions.max() >= self.limit:
+            raise PositionError(
+                f"learned positions end at {self.limit}; position {int(positions.max())} came. Shorten the input, or "
+                "take an encoding without a limit, such as 'alibi', 'kerple' or 'cable'."
+            )
+        return x + self.weight[positions].to(x.dtype)

@@ -1,0 +1,103 @@
+"""What CABLE, FoX and their kin share: every token takes a step, and a token's level is the sum of the steps so far.
+
+    level[b, h, i] = sum of step[b, h, l] over l <= i
+
+What is cached is the step, never the sum: levels are a float64 sum over all cached steps in one pass as in decoding,
+so both are the same to the last bit. Masked tokens take no step. The sum runs on across packed documents: only
+differences inside one are ever read, and it stays monotone.
+"""
+
+from abc import abstractmethod
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from lengthwise.bias import wide
+from lengthwise.encodings.base import (
+    Encoding,
+    Geometry,
+    Positions,
+    Slot,
+    State,
+    Tokens,
+    checked_positions,
+    checked_tokens,
+    project,
+    reset_linear,
+)
+
+Levels = Float[Tensor, "batch head position"]
+
+
+class StepEncoding(Encoding):
+    """An encoding whose distance between two tokens is how far the tokens between them walk."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__(geometry)
+        self.to_step = nn.Linear(geometry.width, geometry.heads)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """N(0, 0.02), bias 0, for all it learns."""
+        for layer in self.children():
+            reset_linear(cast(nn.Linear, layer))
+
+    @abstractmethod
+    def step(self, x: Tokens) -> Levels:
+        """How far each token walks, 0 or more, in float32 or better."""
+
+    def state(self, x: Tokens, key_mask: Bool[Tensor, "#batch position"] | None = None) -> State:
+        """The steps; 0 for masked tokens."""
+        step = self.step(x)
+        return {"step": step if key_mask is None else step.where(key_mask[:, None], 0)}
+
+    def levels(
+        self, x: Tokens, query: Positions, key: Positions, state: State | None, start: Slot | None
+    ) -> tuple[Levels, Levels]:
+        """The levels of queries and of keys, float64."""
+        query, key = checked_positions(query, key)
+        queries, keys = query.shape[1], key.shape[1]
+        checked_tokens(
+            x, self.geometry.width, keys if state is None else queries, of="key" if state is None else "query"
+        )
+        step = (self.state(x) if state is None else state)["step"]
+        if step.shape[2] != keys:
+            raise ValueError(
+                f"the state must cover all keys, old and new; it has {step.shape[2]} tokens and there are {keys} keys. "
+                "Append encoding.state(x) of the new tokens to the cached state before asking for the bias."
+            )
+        key_level = step.double().cumsum(2)
+        return of_queries(key_level, queries, start), key_level
+
+
+class SlopedStepEncoding(StepEncoding):
+    """Steps of relu(W_c x + b_c), and a slope that every query chooses for itself."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__(geometry)
+        self.to_slope = nn.Linear(geometry.width, geometry.heads)
+        self.reset_parameters()
+
+    def step(self, x: Tokens) -> Levels:
+        """relu(W_c x + b_c)."""
+        return F.relu(project(self.to_step, x))
+
+    def slope(self, x: Tokens, queries: int) -> Levels:
+        """softplus(W_s x + b_s) of the queries, which are the last of x."""
+        return of_queries(F.softplus(project(self.to_slope, x)), queries)
+
+
+def of_queries(values: Levels, queries: int, start: Slot | None = None) -> Levels:
+    """The entries that belong to the queries: those from slot `start` on, or the last ones."""
+    if isinstance(start, Tensor):
+        return values.index_select(2, start + torch.arange(queries, device=start.device))
+    first = values.shape[2] - queries if start is None else start
+    return values[..., first : first + queries]
+
+
+def unit_slope(x: Tokens) -> Levels:
+    """A slope of 1 for every query and head."""
+    return wide(x.new_ones(1, 1, 1))

@@ -1,0 +1,69 @@
+"""Encodings by name: `ENCODINGS`, `make` and `register`."""
+
+import difflib
+from collections.abc import Mapping
+
+from lengthwise.encodings.base import Encoding, Geometry
+
+ENCODINGS: dict[str, type[Encoding]] = {}
+"""Every encoding by its name; `register` adds to it."""
+
+
+def make(
+    name: str,
+    *,
+    heads: int,
+    width: int,
+    head_dim: int | None = None,
+    train_length: int = 1024,
+    causal: bool = True,
+    **options: object,
+) -> Encoding:
+    """An encoding for attention of this shape.
+
+    >>> make("alibi", heads=12, width=768, train_length=512, slopes="interleaved").limit is None
+    True
+
+    width is that of the model, head_dim = width / heads if not given; options are the encoding's own keywords.
+    """
+    if head_dim is None:
+        if not isinstance(heads, int) or not isinstance(width, int) or heads < 1 or width % heads:
+            raise ValueError(
+                f"heads must be 1 or more and divide the width, unless head_dim is given; heads={heads!r} and "
+                f"width={width!r} came. Change one of them."
+            )
+        head_dim = width // heads
+    return build(name, Geometry(heads, width, head_dim, train_length, causal), options)
+
+
+def build(name: str, geometry: Geometry, options: Mapping[str, object]) -> Encoding:
+    """An encoding from its name, its geometry and its own options."""
+    cls = find(name)
+    unknown = [option for option in options if option not in cls.options()]
+    if unknown:
+        known = ", ".join(map(repr, cls.options())) or "none"
+        raise TypeError(f"unknown option {unknown[0]!r} for {name!r}; its options are: {known}. Leave it out.")
+    return cls(geometry, **options)
+
+
+def find(name: str) -> type[Encoding]:
+    """The class of an encoding, or an error that suggests the nearest name."""
+    if name in ENCODINGS:
+        return ENCODINGS[name]
+    near = difflib.get_close_matches(str(name), ENCODINGS, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else " See `lengthwise encodings`."
+    raise ValueError(f"unknown encoding {name!r}; there are {', '.join(map(repr, ENCODINGS))}.{hint}")
+
+
+def register(name: str, encoding: type[Encoding]) -> type[Encoding]:
+    """Make an encoding known by name to everything in Lengthwise: models, studies, and the laws."""
+    if not isinstance(encoding, type) or not issubclass(encoding, Encoding):
+        raise TypeError(f"an encoding must be a subclass of lengthwise.Encoding; {encoding!r} came. Derive from it.")
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"an encoding's name must be a string; {name!r} came. Give it one.")
+    if ENCODINGS.get(name, encoding) is not encoding:
+        raise ValueError(f"the name {name!r} belongs to {ENCODINGS[name].__name__} already. Choose another.")
+    if not hasattr(encoding, "paper"):
+        raise TypeError(f"{encoding.__name__} must say where it comes from. Set `paper`, if only to 'unpublished'.")
+    ENCODINGS[name] = encoding
+    return encoding

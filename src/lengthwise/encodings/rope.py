@@ -1,0 +1,77 @@
+"""RoPE: rotary positions (Su et al. 2021, section 3.2).
+
+    pair k of q and of k turns by  position * frequency[k],  frequency[k] = base ** (-2k / head_dim)
+
+so that their product depends on the distance alone. Two layouts of a pair, the same up to the order of the channels:
+    half          channels k and k + head_dim / 2        LLaMA, NeoX
+    interleaved   channels 2k and 2k + 1                 GPT-J, the CABLE paper's figures
+
+`scaling` stretches the frequencies beyond the training length, e.g. {"type": "yarn", "factor": 8}; see
+rope_scaling.py. Angles are float32 whatever the dtype of q and k.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lengthwise.bias import wide
+from lengthwise.encodings.base import Encoding, Geometry, Positions, State, checked_positions, run_ends
+from lengthwise.encodings.rope_scaling import Wheel, make_scaling
+
+
+class Rope(Encoding):
+    """Queries and keys turned by their positions."""
+
+    paper = "Su et al. 2021, arXiv 2104.09864"
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        base: float = 10000.0,
+        layout: Literal["half", "interleaved"] = "half",
+        scaling: Mapping[str, object] | None = None,
+    ) -> None:
+        super().__init__(geometry)
+        if geometry.head_dim % 2:
+            raise ValueError(f"rope turns pairs of channels; head_dim is {geometry.head_dim}. Make it even.")
+        if layout not in ("half", "interleaved"):
+            raise ValueError(f"layout must be 'half' or 'interleaved'; {layout!r} came. LLaMA has 'half'.")
+        self.layout = layout
+        self.scaling = make_scaling(scaling, Wheel(base, geometry.head_dim, geometry.train_length))
+
+    @property
+    def length_dependent(self) -> bool:
+        """Whether the angles change as a sequence grows: then a cache must hold keys that are not yet turned."""
+        return self.scaling.length_dependent
+
+    def rotate(
+        self,
+        q: Float[Tensor, "batch head query dim"],
+        k: Float[Tensor, "batch kv_head key dim"],
+        query: Positions,
+        key: Positions,
+        state: State | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Both turned by their positions.
+
+        Where angles depend on the length, it is that of each token's own document; for keys, at most as far as the
+        queries have come, since the slots of a static cache run on behind them.
+        """
+        query, key = checked_positions(query, key)
+        query_length = run_ends(query) + 1
+        key_length = torch.minimum(run_ends(key), query.amax(1, keepdim=True)) + 1
+        return self._turn(q, query, query_length), self._turn(k, key, key_length)
+
+    def _turn(self, x: Tensor, positions: Positions, length: Positions) -> Tensor:
+        angles = positions[..., None].float() * self.scaling.frequencies(length)
+        cos, sin = (self.scaling.factor * wave[:, None].to(wide(x).dtype) for wave in (angles.cos(), angles.sin()))
+        wide_x = wide(x)
+        if self.layout == "half":
+            a, b = wide_x.chunk(2, -1)
+            return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+        a, b = wide_x[..., 0::2], wide_x[..., 1::2]
+        return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2).to(x.dtype)

@@ -1,0 +1,63 @@
+"""T5's relative bias (Raffel et al. 2020, section 2.1): a learned number per head and bucket of distances.
+
+    bias[h, i, j] = table[bucket(i - j), h]
+
+The first half of the buckets hold one distance each; the rest grow in geometric steps up to `max_distance`, and the
+last one takes everything beyond. Causal attention has all buckets for the past, two-sided half of them per side, keys
+after the query in the upper half. T5 itself shares one table among all layers and does not scale its scores.
+"""
+
+import torch
+from torch import nn
+
+from lengthwise.bias import DistanceBias
+from lengthwise.encodings.base import Encoding, Geometry, Positions, Slot, State, Tokens, checked_positions
+
+
+class T5(Encoding):
+    """Exact nearby, coarser with distance, constant from `max_distance` on."""
+
+    paper = "Raffel et al. 2020, arXiv 1910.10683"
+    kind = DistanceBias
+
+    def __init__(self, geometry: Geometry, *, buckets: int = 32, max_distance: int = 128) -> None:
+        super().__init__(geometry)
+        side = buckets if geometry.causal else buckets // 2
+        if side < 2 or side % 2 or max_distance <= side // 2 or (not geometry.causal and buckets % 2):
+            raise ValueError(
+                "a side needs an even number of buckets, 2 or more, and max_distance beyond the exact half; "
+                f"buckets={buckets}, max_distance={max_distance} came. T5 has 32 and 128."
+            )
+        self.past = bucket_of_distance(side, max_distance)
+        self.ahead = [] if geometry.causal else [side + bucket for bucket in self.past[:0:-1]]
+        self.table = nn.Parameter(torch.empty(buckets, geometry.heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """N(0, 0.02), as the rest of GPT-2."""
+        nn.init.normal_(self.table, std=0.02)
+
+    def bias(
+        self, x: Tokens, query: Positions, key: Positions, state: State | None = None, start: Slot | None = None
+    ) -> DistanceBias:
+        """The table spread out over the distances that differ."""
+        query, key = checked_positions(query, key)
+        bucket = torch.tensor(self.ahead + self.past, device=query.device)
+        return DistanceBias(self.table[bucket].T, query, key, first=-len(self.ahead))
+
+
+def bucket_of_distance(buckets: int, max_distance: int) -> list[int]:
+    """The bucket of each distance from 0 to max_distance, in whole numbers, so that no border depends on rounding.
+
+    Bucket exact + n begins where (d / exact) ** steps >= (max_distance / exact) ** n.
+    """
+    exact = buckets // 2
+    steps = buckets - exact
+
+    def bucket(distance: int) -> int:
+        if distance < exact:
+            return distance
+        grown = (n for n in range(steps, 0, -1) if distance**steps * exact**n >= max_distance**n * exact**steps)
+        return min(exact + next(grown, 0), buckets - 1)
+
+    return [bucket(distance) for distance in range(max_distance + 1)]

@@ -1,0 +1,38 @@
+"""A learned number for every distance up to `reach`, constant beyond: the "T5-bias" of the CABLE paper's figures.
+
+    bias[h, i, j] = table[h, clamp(i - j, 0, reach)]               causal, table (heads, reach + 1)
+    bias[h, i, j] = table[h, clamp(i - j, -reach, reach) + reach]  two-sided, table (heads, 2 reach + 1)
+
+Their code divides q.k by sqrt(width) under this encoding; attention here divides by sqrt(head_dim), as everywhere.
+"""
+
+import torch
+from torch import nn
+
+from lengthwise.bias import DistanceBias
+from lengthwise.encodings.base import Encoding, Geometry, Positions, Slot, State, Tokens, checked_positions
+
+
+class T5Clamped(Encoding):
+    """A table of distances and nothing else."""
+
+    paper = "Shaw et al. 2018, arXiv 1803.02155; Veisi et al. 2025, arXiv 2503.08067"
+    kind = DistanceBias
+
+    def __init__(self, geometry: Geometry, *, reach: int = 256) -> None:
+        super().__init__(geometry)
+        if reach < 1:
+            raise ValueError(f"reach must be 1 or more; {reach} came. The paper has 256.")
+        self.first = 0 if geometry.causal else -reach
+        self.table = nn.Parameter(torch.empty(geometry.heads, reach + 1 - self.first))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """N(0, 0.02)."""
+        nn.init.normal_(self.table, std=0.02)
+
+    def bias(
+        self, x: Tokens, query: Positions, key: Positions, state: State | None = None, start: Slot | None = None
+    ) -> DistanceBias:
+        """The table as it is."""
+        return DistanceBias(self.table, *checked_positions(query, key), first=self.first)
