@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: study test check prove bench clean
+.PHONY: study test check prove bench table clean
 
 study: $(VENV)/ready
 	$(BIN)/lengthwise encodings
@@ -21,6 +21,9 @@ prove: $(VENV)/ready
 
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/attention.py
+
+table: $(VENV)/ready
+	$(BIN)/python docs/tables.py
 
 # One virtual environment, made anew when the pins change.
 $(VENV)/ready: pyproject.toml

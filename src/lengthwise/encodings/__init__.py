@@ -1,7 +1,7 @@
 """Positional encodings, one file each."""
 
 from lengthwise.encodings.alibi import Alibi
-from lengthwise.encodings.base import Encoding, Geometry, PositionError, State
+from lengthwise.encodings.base import Encoding, Geometry, PositionError, State, checked_positions
 from lengthwise.encodings.cable import Cable
 from lengthwise.encodings.cable_nw import CableNoWeights
 from lengthwise.encodings.cope import Cope
@@ -19,7 +19,7 @@ from lengthwise.encodings.sinusoidal import Sinusoidal
 from lengthwise.encodings.t5 import T5
 from lengthwise.encodings.t5_clamped import T5Clamped
 
-__all__ = ["ENCODINGS", "Encoding", "Geometry", "PositionError", "State", "make", "register"]
+__all__ = ["ENCODINGS", "Encoding", "Geometry", "PositionError", "State", "checked_positions", "make", "register"]
 
 ENCODINGS |= {
     "alibi": Alibi,

@@ -217,7 +217,7 @@ def project(layer: nn.Linear, x: Tokens) -> Float[Tensor, "batch head position"]
     x = wide(x)
     bias = None if layer.bias is None else layer.bias.to(x.dtype)
     with torch.autocast(x.device.type, enabled=False):
-        return F.linear(x, layer.weight.to(x.dtype), bias).transpose(1, 2)
+        return F.linear(x, layer.weight.to(x.dtype), bias).transpose(1, 2).contiguous()
 
 
 def reset_linear(layer: nn.Linear | nn.Conv2d) -> None:

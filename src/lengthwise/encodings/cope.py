@@ -42,5 +42,7 @@ class Cope(Encoding):
         gates = content.sigmoid().masked_fill(~mask, 0)
         position = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=self.table.shape[1] - 1)
         of_table = q @ self.table.to(q.dtype)
-        below, above = (of_table.gather(-1, whole.long()) for whole in (position.floor(), position.ceil()))
+        # A NaN has no column; it reaches its row through the interpolation.
+        columns = (whole.nan_to_num(0).long() for whole in (position.floor(), position.ceil()))
+        below, above = (of_table.gather(-1, column) for column in columns)
         return content + bias + torch.lerp(below, above, position - position.floor())

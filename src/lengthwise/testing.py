@@ -1,0 +1,386 @@
+"""The laws that every encoding obeys under every backend, as a kit for encodings of your own.
+
+    import lengthwise as lw
+    from lengthwise.testing import check_laws
+
+    lw.register("mine", Mine)
+    check_laws("mine")                  # raises AssertionError with the law that is broken
+
+A law takes a `Subject` and raises. They run on one attention layer whose weights are 20 times GPT-2's, because small
+weights make attention so flat that a wrong position hardly shows.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from lengthwise.attention import BACKENDS, attend
+from lengthwise.bias import wide
+from lengthwise.encodings import Encoding, Geometry, PositionError
+from lengthwise.encodings.registry import build
+
+LOUD = 20 * 0.02
+"""The size of all weights here; a twentieth of it is GPT-2's."""
+
+RELATIVE = 1e-5
+"""How far two roads to the same float32 output may differ, relative to the largest output."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a law is tried on: an encoding by name, its shape, and a backend."""
+
+    name: str
+    options: Mapping[str, object] = field(default_factory=dict)
+    backend: str = "reference"
+    causal: bool = True
+    heads: int = 3
+    head_dim: int = 8
+    batch: int = 2
+    length: int = 37
+    train_length: int = 64
+
+    @property
+    def width(self) -> int:
+        """The model's width."""
+        return self.heads * self.head_dim
+
+    def encoding(self) -> Encoding:
+        """The encoding at its initial parameters, the same every time."""
+        geometry = Geometry(self.heads, self.width, self.head_dim, self.train_length, self.causal)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return build(self.name, geometry, self.options)
+
+    def layer(self) -> "Layer":
+        """A layer with this encoding and loud weights, the same every time."""
+        layer = Layer(self.encoding(), self.backend)
+        generator = torch.Generator().manual_seed(2)
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=LOUD)
+        return layer
+
+    def tokens(self, length: int | None = None, batch: int | None = None) -> Float[Tensor, "batch position width"]:
+        """Tokens as they leave a layer norm, the same every time."""
+        generator = torch.Generator().manual_seed(1)
+        return torch.randn(batch or self.batch, length or self.length, self.width, generator=generator)
+
+
+@dataclass
+class Cache:
+    """Keys before rotation, values and states of all tokens so far, in a plain list; `room` slots stay free behind."""
+
+    room: int = 0
+    parts: list[dict[str, Tensor]] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """How many tokens it holds."""
+        return sum(part["k"].shape[2] for part in self.parts)
+
+    def append(self, new: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Everything, old and new, along axis 2, with the free slots 0."""
+        self.parts.append(new)
+        free = {name: x.new_zeros(*x.shape[:2], self.room, *x.shape[3:]) for name, x in new.items()}
+        return {name: torch.cat([*(part[name] for part in self.parts), free[name]], 2) for name in new}
+
+
+class Layer(nn.Module):
+    """One attention layer, the smallest model in which a positional fault shows."""
+
+    def __init__(self, encoding: Encoding, backend: str = "reference") -> None:
+        super().__init__()
+        g = encoding.geometry
+        self.encoding, self.backend = encoding, backend
+        self.to_qkv = nn.Linear(g.width, 3 * g.heads * g.head_dim)
+        for parameter in self.to_qkv.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch query width"],
+        *,
+        positions: Int[Tensor, "#batch query"] | None = None,
+        key_mask: Bool[Tensor, "batch key"] | None = None,
+        documents: Int[Tensor, "batch key"] | None = None,
+        window: int | None = None,
+        cache: Cache | None = None,
+    ) -> Float[Tensor, "batch query out"]:
+        """The new tokens' outputs; masks and documents cover the cached tokens too."""
+        encoding, start, room = self.encoding, cache.length if cache else 0, cache.room if cache else 0
+        query = torch.arange(start, start + x.shape[1])[None] if positions is None else torch.atleast_2d(positions)
+        x = encoding.embed(x, query)
+        q, k, v = self.to_qkv(x).unflatten(-1, (3, encoding.geometry.heads, -1)).permute(2, 0, 3, 1, 4)
+
+        state = encoding.state(x, None if key_mask is None else key_mask[:, start:])
+        new = {"k": k, "v": v} | {f"state {name}": value for name, value in (state or {}).items()}
+        kept = cache.append(new) if cache else new
+        state = state and {name: kept[f"state {name}"] for name in state}
+        before = torch.arange(-start, 0) + query[:, :1]
+        behind = torch.arange(1, room + 1) + query[:, -1:]
+        key = torch.cat([before, query, behind], 1)
+        if room:
+            key_mask = None if key_mask is None else F.pad(key_mask, (0, room))
+            documents = None if documents is None else F.pad(documents, (0, room), value=-1)
+
+        q, k = encoding.rotate(q, kept["k"], query, key, state)
+        out = attend(
+            q,
+            k,
+            kept["v"],
+            bias=encoding.bias(x, query, key, state, *([start] if room else [])),
+            rescore=encoding.rescore if encoding.overrides("rescore") else None,
+            causal=encoding.geometry.causal,
+            key_mask=key_mask,
+            documents=documents,
+            window=window,
+            start=start if room else None,
+            backend=self.backend,
+        )
+        return out.transpose(1, 2).flatten(2)
+
+
+def check_laws(name: str, options: Mapping[str, object] | None = None) -> None:
+    """Run every law on an encoding, with every backend that takes it; an AssertionError names the law."""
+    for backend in BACKENDS:
+        subject = Subject(name, options or {}, backend)
+        if refuses(subject):
+            continue
+        for law in LAWS:
+            try:
+                law(subject)
+            except AssertionError as error:
+                raise AssertionError(f"{name} under {backend}: {law.__doc__} {error}") from error
+
+
+def refuses(subject: Subject) -> bool:
+    """Whether the backend has an objection to the encoding, or the encoding to the subject's form."""
+    try:
+        subject.layer()(subject.tokens(3))
+    except NotImplementedError:
+        return True
+    return False
+
+
+def future_does_not_leak(subject: Subject) -> None:
+    """Changing the last token, be it to NaN or infinity, changes no earlier output by a single bit."""
+    if not subject.causal:
+        return
+    layer, x = subject.layer(), subject.tokens()
+    before = layer(x)[:, :-1]
+    for last in (torch.randn_like(x[:, -1]), torch.nan, torch.inf):
+        changed = x.clone()
+        changed[:, -1] = last
+        assert torch.equal(layer(changed)[:, :-1], before), f"It does where the last token becomes {last}."
+
+
+def cached_decoding_equals_one_pass(subject: Subject) -> None:
+    """Tokens one by one, in chunks, after padding, across documents, in a static cache: all give one pass's output."""
+    if not subject.causal:
+        return
+    layer, x = subject.layer(), subject.tokens()
+    whole = torch.arange(subject.length)[None].expand(subject.batch, -1)
+    padded = torch.ones(subject.batch, subject.length, dtype=torch.bool)
+    padded[0, :7] = False
+    border = subject.length // 2 + 1
+    setups: dict[str, dict[str, Tensor]] = {
+        "plain": {"positions": whole},
+        "padded": {"positions": (padded.cumsum(1) - 1).clamp(min=0), "key_mask": padded},
+        "packed": {"positions": whole - border * (whole >= border), "documents": (whole >= border).long()},
+    }
+    for name, setup in setups.items():
+        for chunk in (1, 5):
+            for room in (0, 9):
+                cache = Cache(room)
+                for first in range(0, subject.length, chunk):
+                    stop = min(first + chunk, subject.length)
+                    upto = {key: value[:, :stop] for key, value in setup.items()}
+                    step = upto | {"positions": upto["positions"][:, first:]}
+                    got = layer(x[:, first:stop], **step, cache=cache)
+                    want = layer(x[:, :stop], **upto)[:, first:]
+                    real = setup.get("key_mask", torch.ones_like(padded))[:, first:stop]
+                    assert_near(got[real], want[real], f"{name}, chunks of {chunk}, {room} free slots, token {first}")
+
+
+def padding_changes_nothing(subject: Subject) -> None:
+    """A sequence padded on either side gives the output that it gives alone."""
+    layer, x, pad = subject.layer(), subject.tokens(), 5
+    alone = layer(x)
+    for left in (True, False):
+        junk = torch.randn(subject.batch, pad, subject.width)
+        key_mask = F.pad(torch.ones(x.shape[:2], dtype=torch.bool), (pad, 0) if left else (0, pad))
+        positions = (key_mask.cumsum(1) - 1).clamp(min=0)
+        out = layer(torch.cat([junk, x] if left else [x, junk], 1), positions=positions, key_mask=key_mask)
+        assert_near(out[key_mask].view_as(alone), alone, f"padded {'left' if left else 'right'}")
+
+
+def packing_changes_nothing(subject: Subject) -> None:
+    """Documents packed into one sequence give the outputs that they give alone."""
+    layer, x, border = subject.layer(), subject.tokens(), subject.length // 3 + 1
+    alone = [layer(x[:, :border]), layer(x[:, border:])]
+    slots = torch.arange(subject.length)[None].expand(subject.batch, -1)
+    second = slots >= border
+    packed = layer(x, positions=slots - border * second, documents=second.long())
+    assert_near(packed, torch.cat(alone, 1), "packed")
+
+
+def agrees_with_reference(subject: Subject) -> None:
+    """Output and every gradient are as near to float64 as the reference is in float32, within a factor of two."""
+    layer, x = subject.layer(), subject.tokens()
+    reference = copy.deepcopy(layer)
+    reference.backend = "reference"
+    roads = {"exact": copy.deepcopy(reference).double(), "plain": reference, "ours": layer}
+    found = {road: _with_gradients(model, x.to(model.to_qkv.weight.dtype)) for road, model in roads.items()}
+    exact, plain, ours = found.values()
+    assert ours.keys() == exact.keys(), f"No gradient reaches {sorted(exact.keys() - ours.keys())}."
+    for name, value in exact.items():
+        error, allowed = (float((other[name] - value).norm()) for other in (ours, plain))
+        # Two sums of the same terms in another order differ by about sqrt(terms) roundings of the sum.
+        rounding = torch.finfo(torch.float32).eps * subject.length**0.5 * float(value.norm())
+        assert error <= 2 * allowed + rounding, f"{name}: error {error:.1e}, the reference makes {allowed:.1e}."
+
+
+def gradients_are_right(subject: Subject) -> None:
+    """The gradients of input and learned parameters are those of finite differences in float64."""
+    small = replace(subject, heads=2, head_dim=4, batch=1, length=6, train_length=8)
+    layer = small.layer().double()
+    x = small.tokens().double().requires_grad_()
+    learned = dict(layer.encoding.named_parameters())
+
+    def run(x: Tensor, *values: Tensor) -> Tensor:
+        named = {f"encoding.{name}": value for name, value in zip(learned, values, strict=True)}
+        return torch.func.functional_call(layer, named, (x,))
+
+    assert torch.autograd.gradcheck(run, (x, *learned.values())), "They are not."
+
+
+def gradients_are_deterministic(subject: Subject) -> None:
+    """The same call twice gives the same bits, forward and backward."""
+    first, second = (_with_gradients(subject.layer(), subject.tokens()) for _ in range(2))
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), f"{name} differs."
+
+
+def half_precision_keeps_positions(subject: Subject) -> None:
+    """At 8,192 and 32,768 tokens the output's relative error in half precision is at most twice that of no bias."""
+    for dtype in (torch.bfloat16, torch.float16):
+        for length in (8_192, 32_768):
+            late = replace(subject, heads=2, head_dim=32, batch=1, length=length, train_length=length)
+            if not late.causal:
+                return
+            biased = _half_precision_error(late, dtype)
+            plain = _half_precision_error(replace(late, name="none", options={}), dtype)
+            assert biased <= 2 * plain, f"At {length} in {dtype}: {biased:.1e}, unbiased {plain:.1e}."
+
+
+def constants_survive_casting(subject: Subject) -> None:
+    """No float buffers, no parameters without an axis, and what is not learned is the same bits in a bfloat16 model."""
+    layer, x = subject.layer(), subject.tokens()
+    encoding = layer.encoding
+    assert not [name for name, buffer in encoding.named_buffers() if buffer.is_floating_point()], "It has buffers."
+    assert all(parameter.ndim for parameter in encoding.parameters()), "A parameter has no axis."
+    positions = torch.arange(subject.length)
+    if encoding.learned_parameters == 0 and (bias := encoding.bias(x, positions, positions)):
+        cast = encoding.bfloat16().bias(x.bfloat16(), positions, positions)
+        assert cast is not None, "The bias is gone."
+        assert torch.equal(cast.dense(), bias.dense()), "The bias changed."
+
+
+def holds_beyond_its_training_length(subject: Subject) -> None:
+    """At 8 times the training length the output is finite, or a PositionError names the limit."""
+    layer, length = subject.layer(), 8 * subject.train_length
+    refusal = None
+    try:
+        out = layer(subject.tokens(length, batch=1))
+    except PositionError as error:
+        refusal = str(error)
+    if layer.encoding.limit is None:
+        assert refusal is None, f"It has no limit and says: {refusal}"
+        assert out.isfinite().all(), "It is not."
+    else:
+        assert str(layer.encoding.limit) in (refusal or ""), f"It ends at {layer.encoding.limit} and says: {refusal}"
+
+
+def describes_itself(subject: Subject) -> None:
+    """It names its paper, and its bias is of the kind it says, float32 or better, with tiles that are parts of it."""
+    encoding, x, positions = subject.layer().encoding, subject.tokens(), torch.arange(subject.length)
+    assert encoding.paper, "It names no paper."
+    bias = encoding.bias(x, positions, positions)
+    if bias is None:
+        assert encoding.kind is None, f"It says {encoding.kind} and has no bias."
+        return
+    assert encoding.kind is not None, "It has a bias and says none."
+    dense = bias.dense()
+    assert dense.dtype == wide(dense).dtype, f"The bias is {dense.dtype}."
+    assert tuple(dense.shape) == bias.shape, "The bias is of another shape than it says."
+    assert torch.equal(bias.tile(slice(3, 9), slice(2, 30)), dense[:, :, 3:9, 2:30]), "A tile is not a part of it."
+
+
+LAWS: tuple[Callable[[Subject], None], ...] = (
+    describes_itself,
+    future_does_not_leak,
+    cached_decoding_equals_one_pass,
+    padding_changes_nothing,
+    packing_changes_nothing,
+    agrees_with_reference,
+    gradients_are_right,
+    gradients_are_deterministic,
+    half_precision_keeps_positions,
+    constants_survive_casting,
+    holds_beyond_its_training_length,
+)
+
+
+def assert_near(actual: Tensor, expected: Tensor, where: str) -> None:
+    """Two roads to one float32 output agree to RELATIVE of its scale."""
+    error = float((actual - expected).detach().abs().max())
+    scale = float(expected.detach().abs().max())
+    assert error <= RELATIVE * scale, f"They differ by {error / scale:.1e} of the largest output: {where}."
+
+
+def _with_gradients(layer: Layer, x: Tensor, tries: int = 4) -> dict[str, Tensor]:
+    """Output and gradients of input and parameters, by name, for several gradients of the output, stacked.
+
+    One try would not do: a sum that happens to cancel has no error to compare with.
+    """
+    x = x.clone().requires_grad_()
+    out = layer(x)
+    generator = torch.Generator().manual_seed(3)
+    sources = {"x": x} | dict(layer.named_parameters())
+    found: dict[str, list[Tensor]] = {"out": [out.detach()]}
+    for _ in range(tries):
+        direction = torch.randn(out.shape, generator=generator).to(out.dtype)
+        gradients = torch.autograd.grad(out, tuple(sources.values()), direction, retain_graph=True, allow_unused=True)
+        for name, gradient in zip(sources, gradients, strict=True):
+            if gradient is not None:
+                found.setdefault(name, []).append(gradient)
+    return {name: torch.stack(tensors) for name, tensors in found.items()}
+
+
+def _half_precision_error(subject: Subject, dtype: torch.dtype) -> float:
+    """How far the last rows in half precision are from float64, relative to them; initial weights, unit q, k, v."""
+    torch.manual_seed(3)
+    encoding = subject.encoding()
+    x = torch.randn(1, subject.length, subject.width).to(dtype).double()
+    q, k, v = torch.randn(3, 1, subject.heads, subject.length, subject.head_dim).double()
+    rows, key = 32, torch.arange(subject.length)
+    query = key[-rows:]
+
+    def run(encoding: Encoding, backend: str, x: Tensor, *qkv: Tensor) -> Tensor:
+        q, k, v = qkv
+        q, k = encoding.rotate(q[:, :, -rows:], k, query, key)
+        state = encoding.state(x)
+        bias = encoding.bias(x[:, -rows:] if state else x, query, key, state)
+        rescore = encoding.rescore if encoding.overrides("rescore") else None
+        return attend(q, k, v, bias=bias, rescore=rescore, backend=backend)
+
+    with torch.no_grad():
+        half = run(encoding, subject.backend, *(t.to(dtype) for t in (x, q, k, v)))
+        exact = run(encoding.double(), "reference", x, q, k, v)
+    return float((half - exact).norm() / exact.norm())

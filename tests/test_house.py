@@ -1,0 +1,133 @@
+"""The house rules that a machine can check: imports point down, what is shown runs, and nothing heavy loads unasked."""
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lengthwise as lw
+from lengthwise.encodings.catalogue import table
+from lengthwise.testing import check_laws
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "src/lengthwise").rglob("*.py"))
+# Each room may import from itself and from those before it.
+ROOMS = [
+    "bias",
+    "encodings",
+    "attention",
+    "testing",
+    "model",
+    "tasks",
+    "data",
+    "runs",
+    "views",
+    "inspect",
+    "evaluate",
+    "train",
+    "study",
+    "serve",
+    "cli",
+]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def imported(tree: ast.AST) -> list[str]:
+    """Everything of ours that a file imports, at its top or later, by its full name."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").startswith("lengthwise"):
+            found += (
+                [f"{node.module}.{alias.name}" for alias in node.names]
+                if node.module == "lengthwise"
+                else [node.module]
+            )
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.startswith("lengthwise")]
+        assert not (isinstance(node, ast.ImportFrom) and node.level), "imports name their module in full"
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT / "src")))
+def test_imports_only_point_down(path):
+    room = path.relative_to(ROOT / "src/lengthwise").parts[0].removesuffix(".py")
+    if room == "__init__":
+        return
+    for module in imported(ast.parse(path.read_text())):
+        other = module.split(".")[1]
+        if other == "__version__":
+            continue
+        assert ROOMS.index(other) <= ROOMS.index(room), f"{room} imports {module}, which is above it"
+
+
+def test_the_rooms_are_those_that_exist():
+    rooms = {p.relative_to(ROOT / "src/lengthwise").parts[0].removesuffix(".py") for p in SOURCES} - {"__init__"}
+    assert rooms <= set(ROOMS)
+
+
+def run_python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_using_an_encoding_loads_neither_transformers_nor_matplotlib():
+    code = "import sys, lengthwise as lw; lw.make('alibi', heads=4, width=32); lw.attend; print(*sys.modules)"
+    loaded = run_python(code).split()
+    assert "torch" in loaded
+    assert not {"transformers", "matplotlib"} & set(loaded)
+
+
+def test_asking_for_help_does_not_wait_for_torch():
+    assert "torch" not in run_python("import sys, lengthwise.cli; print(*sys.modules)").split()
+
+
+def test_every_public_name_is_there_and_an_unknown_one_is_not():
+    for name in lw.__all__:
+        assert getattr(lw, name) is not None
+    with pytest.raises(AttributeError, match="bogus"):
+        lw.bogus  # noqa: B018
+
+
+def test_the_blocks_of_the_readme_run_in_order():
+    scope: dict[str, object] = {}
+    blocks = BLOCK.findall((ROOT / "README.md").read_text())
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), scope)
+
+
+def test_the_readme_shows_the_table_that_the_command_prints():
+    assert table() in (ROOT / "README.md").read_text(), "run `make table`"
+
+
+def test_a_newcomer_who_follows_contributing_gets_an_encoding_that_obeys_all_laws(tmp_path):
+    (block,) = BLOCK.findall((ROOT / "CONTRIBUTING.md").read_text())
+    file = tmp_path / "root.py"
+    file.write_text(block)
+    spec = importlib.util.spec_from_file_location("root", file)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    try:
+        assert lw.make("root", heads=12, width=768, steepest=0.5).learned_parameters == 12
+        check_laws("root")
+    finally:
+        del lw.ENCODINGS["root"]
+
+
+def test_a_broken_law_is_named():
+    class Clairvoyant(lw.Encoding):
+        paper = "unpublished"
+        kind = lw.DenseBias
+
+        def bias(self, x, query, key, state=None, start=None):
+            level = x.mean(-1).cumsum(1).flip(1)
+            return lw.DenseBias(level[:, None, :, None] * level[:, None, None, :])
+
+    lw.register("clairvoyant", Clairvoyant)
+    try:
+        with pytest.raises(AssertionError, match="Changing the last token"):
+            check_laws("clairvoyant")
+    finally:
+        del lw.ENCODINGS["clairvoyant"]

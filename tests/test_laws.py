@@ -1,0 +1,62 @@
+"""Every law over every encoding and backend, and again over shapes drawn at random."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lengthwise as lw
+from lengthwise.attention import BACKENDS
+from lengthwise.testing import LAWS, Subject, padding_changes_nothing, refuses
+
+VARIANTS = [
+    ("alibi", {"slopes": "interleaved"}),
+    ("fire", {"threshold": 8.0}),
+    ("rope", {"layout": "interleaved"}),
+    ("rope", {"scaling": {"type": "dynamic", "factor": 4.0}}),
+    ("rope", {"scaling": {"type": "yarn", "factor": 4.0}}),
+    ("dape", {"over": "cable"}),
+    ("dapev2", {"over": "cable"}),
+    ("dapev2", {"over": "alibi"}),
+]
+CASES = [(name, {}) for name in lw.ENCODINGS] + VARIANTS
+
+
+def case_id(value: object) -> str:
+    return getattr(value, "__name__", str(value))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("name", "options"), CASES, ids=case_id)
+@pytest.mark.parametrize("law", LAWS, ids=case_id)
+def test_every_encoding_obeys_every_law_under_every_backend(law, name, options, backend):
+    subject = Subject(name, options, backend)
+    if refuses(subject):
+        assert lw.ENCODINGS[name].overrides("rescore"), "only encodings that rescore may be refused"
+        return
+    law(subject)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", [name for name, cls in lw.ENCODINGS.items() if cls.two_sided])
+@pytest.mark.parametrize("law", LAWS, ids=case_id)
+def test_two_sided_forms_obey_the_laws_that_are_not_about_time(law, name, backend):
+    subject = Subject(name, backend=backend, causal=False)
+    if not refuses(subject):
+        law(subject)
+
+
+@pytest.mark.parametrize("name", lw.ENCODINGS)
+@given(
+    heads=st.integers(1, 5),
+    pairs=st.integers(1, 5),
+    length=st.sampled_from([1, 2, 63, 64, 100]),
+    batch=st.integers(1, 3),
+)
+@settings(max_examples=8, deadline=None)
+def test_the_laws_hold_for_any_shape(name, heads, pairs, length, batch):
+    subject = Subject(name, heads=heads, head_dim=2 * pairs, length=length, batch=batch, train_length=128)
+    padding_changes_nothing(subject)
+    out = subject.layer()(subject.tokens())
+    assert out.shape == (batch, length, heads * 2 * pairs)
+    assert torch.isfinite(out).all()
