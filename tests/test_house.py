@@ -33,22 +33,6 @@ ROOMS = [
     "serve",
     "cli",
 ]
-    "bias",
-    "encodings",
-    "attention",
-    "testing",
-    "model",
-    "tasks",
-    "data",
-    "runs",
-    "views",
-    "inspect",
-    "evaluate",
-    "train",
-    "study",
-    "serve",
-    "cli",
-]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
