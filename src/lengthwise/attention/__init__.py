@@ -79,8 +79,9 @@ def explain(call: Call) -> Explanation:
 
 def choose(call: Call, backend: str = "auto") -> str:
     """The name of the backend that will take the call, or an error with the call and every objection."""
-    if backend != "auto" and backend not in BACKENDS:
-        raise ValueError(f"unknown backend {backend!r}; there are {', '.join(map(repr, BACKENDS))} and 'auto'.")
+    if backend != "auto" and (not isinstance(backend, str) or backend not in BACKENDS):
+        known = ", ".join(map(repr, BACKENDS))
+        raise ValueError(f"unknown backend {backend!r}; there are {known} and 'auto'. Leave it out for 'auto'.")
     names = list(BACKENDS) if backend == "auto" else [backend]
     for name in names:
         if not BACKENDS[name].objections(call):

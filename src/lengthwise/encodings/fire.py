@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lengthwise.bias import Bias, DistanceBias, FunctionBias, Index, registered_tile, wide
+from lengthwise.checks import check_number, check_whole
 from lengthwise.encodings.base import (
     Encoding,
     Geometry,
@@ -33,6 +34,8 @@ class Fire(Encoding):
 
     def __init__(self, geometry: Geometry, *, hidden: int = 32, threshold: float = 512.0) -> None:
         super().__init__(geometry)
+        check_whole("hidden", hidden, "The paper has 32.")
+        check_number("threshold", threshold, "The paper has 512.")
         self.threshold = threshold
         self.c = nn.Parameter(torch.empty(1))
         self.multiplier = nn.Parameter(torch.empty(1))
