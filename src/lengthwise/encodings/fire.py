@@ -88,6 +88,6 @@ def fire_tile(
     distance = (query[:, rows, None] - key[:, None, columns]).abs()
     scope = torch.maximum(furthest[:, rows, None].to(limit.dtype), limit)
     relative = torch.log1p(c.abs() * distance) / (torch.log1p(c.abs() * scope) + 1e-6)
-    hidden = torch.relu(weight_in[:, :, None] * relative[:, None] + bias_in[:, None, None])
+    hidden = torch.addcmul(bias_in[:, None, None], weight_in[:, :, None], relative[:, None]).relu_()
     heads = weight_out @ hidden.flatten(2) + bias_out[:, None]
     return heads.unflatten(2, relative.shape[1:])
