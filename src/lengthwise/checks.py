@@ -57,7 +57,8 @@ def check_tensor(name: str, value: object, axes: Sequence[str | int], kind: Kind
 
 def check_broadcast(names: str, sizes: Sequence[int], what: str, advice: str) -> None:
     """Sizes that are equal, or 1 to be spread."""
-    if len({size for size in sizes if size != 1}) > 1:
+    spread = [size for size in sizes if size != 1]
+    if any(size != spread[0] for size in spread):
         raise ValueError(f"{names} must agree in {what}, or have 1; {' and '.join(map(str, sizes))} came. {advice}")
 
 

@@ -2,13 +2,18 @@
 
 import os
 
+import torch
+
 from lengthwise.attention.call import Call
 from lengthwise.bias import wide
 
 
 def objections(call: Call, matrices: int) -> list[str]:
-    """A refusal if so many matrices of (batch, head, query, key) are more than this machine's memory."""
-    if call.q.device.type != "cpu":
+    """A refusal if so many matrices of (batch, head, query, key) are more than this machine's memory.
+
+    A compiled graph may stand for many lengths, and is not asked.
+    """
+    if call.q.device.type != "cpu" or torch.compiler.is_compiling():
         return []
     need = matrices * call.batch * call.heads * call.queries * call.keys * wide(call.q[:0]).element_size()
     have = total_bytes()

@@ -5,8 +5,9 @@
 //   bias         = 0, or strip[j - i + queries - 1], or -slope[i] |query_level[i] - key_level[j]|
 //
 // Forward keeps a running maximum and sum per row; backward starts from the log-sum-exp. Levels are float64, and their
-// differences are taken before they are rounded, or relative to the block where it lies behind all rows. Far keys are skipped where a bound shows that they cannot matter:
-// row_block/far_keys.py has the argument, this file the same inequalities row by row. Plain C++ with vectors of eight floats.
+// differences are taken before they are rounded, or relative to the block where it lies behind all rows. Far keys are
+// skipped where a bound shows that they cannot matter: row_block/far_keys.py has the argument, this file the same
+// inequalities row by row. Plain C++ with vectors of eight floats.
 
 #include <algorithm>
 #include <atomic>
