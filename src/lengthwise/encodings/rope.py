@@ -42,11 +42,7 @@ class Rope(Encoding):
             raise ValueError(f"layout must be 'half' or 'interleaved'; {layout!r} came. LLaMA has 'half'.")
         self.layout = layout
         self.scaling = make_scaling(scaling, Wheel(base, geometry.head_dim, geometry.train_length))
-
-    @property
-    def length_dependent(self) -> bool:
-        """Whether the angles change as a sequence grows: then a cache must hold keys that are not yet turned."""
-        return self.scaling.length_dependent
+        self.length_dependent = self.scaling.length_dependent
 
     def rotate(
         self,
