@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from lengthwise.attention import attend, checked_call, explain
@@ -74,22 +75,29 @@ def eager_attention(
 
 
 def stock_inputs(
-    query: Tensor, key: Tensor, value: Tensor, bias: Bias | None, frame: Frame, *, skips_mask: bool
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, Tensor | None]:
+    query: Tensor, key: Tensor, value: Tensor, bias: Bias | None, frame: Frame, *, implementation: str
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | BlockMask | None, Tensor | None]:
     """Queries, keys and values, the mask and the position bias of one call, as the stock functions take them.
 
-    Masks are added: the smallest number where a key must not be seen, so that rows which see nothing stay finite.
+    Masks are added: the smallest number where a key must not be seen, so that rows which see nothing stay finite. Flex
+    wants its own kind of mask; with a tensor torch 2.13's kernel for CPUs writes out of bounds.
     """
     call = checked_call(
         query, key, value, key_mask=frame.key_mask, documents=frame.documents, start=frame.start, bias=bias
     )
-    if bias is None and skips_mask and call.is_plain and call.queries in (1, call.keys):
+    if bias is None and implementation == "sdpa" and call.is_plain and call.queries in (1, call.keys):
         return (query, key, value), None, None
-    query, key, value = (wide(x) for x in (query, key, value))
+    query, key, value = (wide(x).contiguous() for x in (query, key, value))
     shape = (call.batch, call.heads, call.queries, call.keys)
-    nothing = torch.zeros((), dtype=query.dtype, device=query.device)
-    mask = nothing.where(call.mask(), torch.finfo(query.dtype).min).expand(call.batch, -1, -1, -1)
-    return (query, key, value), mask, None if bias is None else bias.dense().to(query.dtype).expand(shape)
+    dense = None if bias is None else bias.dense().to(query.dtype).expand(shape).contiguous()
+    may = call.mask().expand(call.batch, -1, -1, -1).contiguous()
+    if implementation == "flex_attention":
+        block = create_block_mask(
+            lambda b, h, q, k: may[b, 0, q, k], call.batch, None, call.queries, call.keys, device=query.device.type
+        )
+        return (query, key, value), block, dense
+    mask = torch.zeros_like(may, dtype=query.dtype).masked_fill(~may, torch.finfo(query.dtype).min)
+    return (query, key, value), mask, dense
 
 
 AttentionInterface.register(NAME, lengthwise_attention)

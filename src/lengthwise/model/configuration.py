@@ -13,7 +13,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from lengthwise.encodings import ENCODINGS, Encoding, Geometry
+from lengthwise.encodings import ENCODINGS, Geometry
 from lengthwise.encodings.registry import build, find
 
 PRESETS = {
@@ -104,11 +104,6 @@ class LengthwiseConfig(PreTrainedConfig):
         """Whether all layers have one encoding."""
         return self.share_encoding or self.embeds
 
-    def make_encoding(self) -> Encoding:
-        """A new encoding; one that is not double is float32 whatever the model's dtype."""
-        encoding = build(self.encoding, self.geometry, self.encoding_options or {})
-        return encoding if torch.get_default_dtype() == torch.float64 else encoding.float()
-
     def check(self) -> None:
         """An error unless a model can be built."""
         for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
@@ -121,7 +116,7 @@ class LengthwiseConfig(PreTrainedConfig):
             )
         find(self.encoding)
         with torch.device("meta"):
-            self.make_encoding()
+            build(self.encoding, self.geometry, self.encoding_options or {})
 
     @classmethod
     def _refuse_strangers(cls, kwargs: dict[str, Any]) -> None:

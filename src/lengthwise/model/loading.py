@@ -14,12 +14,7 @@ MUST_AGREE = ("n_head", "encoding", "encoding_options", "share_encoding")
 
 def checked_checkpoint(name: Any, kwargs: dict[str, Any]) -> None:
     """An error unless the checkpoint is one of ours, of the asked heads and encoding, and in safetensors."""
-    folder = Path(str(name))
-    if kwargs.get("use_safetensors") is False or (folder.is_dir() and _has_only_pickles(folder)):
-        raise ValueError(
-            f"weights must be in safetensors; {name} has them in a pickle, which can run any code when it is opened. "
-            "Convert it where you trust it: load it with torch.load(..., weights_only=True), save with safetensors."
-        )
+    refuse_pickles(name, asked=kwargs.get("use_safetensors") is False)
     kwargs["use_safetensors"] = True
     stored, _ = PreTrainedConfig.get_config_dict(name, **_where(kwargs))
     if stored.get("model_type") != LengthwiseConfig.model_type:
@@ -31,12 +26,22 @@ def checked_checkpoint(name: Any, kwargs: dict[str, Any]) -> None:
     defaults = {field: getattr(LengthwiseConfig, field, None) for field in MUST_AGREE}
     for field in MUST_AGREE:
         has = stored.get(field, defaults[field]) or None
-        wanted = (getattr(asked, field) if isinstance(asked, LengthwiseConfig) else kwargs.get(field, has)) or None
+        wanted = getattr(asked, field, kwargs.get(field, has)) or None
         if has != wanted:
             raise ValueError(
                 f"the checkpoint {name} has {field}={has!r}; {field}={wanted!r} was asked for, and its weights would "
-                "mean something else. Load it as it is; lengthwise.model.convert gives it another encoding."
+                "mean something else. Load it as it is; lengthwise.model.convert_gpt2 gives it another encoding."
             )
+
+
+def refuse_pickles(name: Any, *, asked: bool = False) -> None:
+    """An error if a folder has its weights in pickles, or if they were asked for."""
+    folder = Path(str(name))
+    if asked or (folder.is_dir() and _has_only_pickles(folder)):
+        raise ValueError(
+            f"weights must be in safetensors; {name} has them in a pickle, which can run any code when it is opened. "
+            "Convert it where you trust it: load it with torch.load(..., weights_only=True), save with safetensors."
+        )
 
 
 def checked_loading(name: Any, info: dict[str, Any]) -> None:

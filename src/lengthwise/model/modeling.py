@@ -28,6 +28,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from lengthwise.bias import Bias
 from lengthwise.encodings import Encoding
+from lengthwise.encodings.registry import build
 from lengthwise.model.attention import NAME, eager_attention, stock_inputs
 from lengthwise.model.cache import channels, remember
 from lengthwise.model.configuration import LengthwiseConfig
@@ -36,6 +37,12 @@ from lengthwise.model.loading import checked_checkpoint, checked_loading
 from lengthwise.model.losses import head_loss
 
 logger = logging.get_logger(__name__)
+
+
+def make_encoding(config: LengthwiseConfig) -> Encoding:
+    """A new encoding; one that is not double is float32 whatever the model's dtype."""
+    encoding = build(config.encoding, config.geometry, config.encoding_options or {})
+    return encoding if torch.get_default_dtype() == torch.float64 else encoding.float()
 
 
 class LengthwiseAttention(nn.Module):
@@ -50,7 +57,7 @@ class LengthwiseAttention(nn.Module):
         self.c_proj = Conv1D(config.n_embd, config.n_embd)
         self.resid_dropout = nn.Dropout(config.resid_pdrop)
         if not config.is_shared:
-            self.encoding = config.make_encoding()
+            self.encoding = make_encoding(config)
 
     def forward(
         self,
@@ -92,7 +99,7 @@ class LengthwiseAttention(nn.Module):
         if implementation == NAME:
             rescore = encoding.rescore if encoding.overrides("rescore") else None
             return attention(self, q, k, v, None, bias=bias, rescore=rescore, frame=frame, **kwargs)
-        qkv, mask, dense = stock_inputs(q, k, v, bias, frame, skips_mask=implementation == "sdpa")
+        qkv, mask, dense = stock_inputs(q, k, v, bias, frame, implementation=implementation)
         return attention(self, *qkv, mask, scaling=self.scaling, dropout=0.0, position_bias=dense, **kwargs)
 
 
@@ -211,9 +218,9 @@ class LengthwiseModel(LengthwisePreTrainedModel):
         super().__init__(config)
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         if config.embeds:
-            self.wpe = config.make_encoding()
+            self.wpe = make_encoding(config)
         elif config.is_shared:
-            self.encoding = config.make_encoding()
+            self.encoding = make_encoding(config)
         self.drop = nn.Dropout(config.embd_pdrop)
         self.h = nn.ModuleList([LengthwiseBlock(config, layer) for layer in range(config.n_layer)])
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
