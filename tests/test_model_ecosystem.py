@@ -66,7 +66,7 @@ def test_the_text_generation_pipeline_writes_the_same_alone_and_in_a_batch(case)
 def test_lora_trains_a_few_weights_and_merges(case, tmp_path):
     peft = pytest.importorskip("peft")
     model, ids = loud_model(case), tokens()
-    settings = peft.LoraConfig(r=2, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True)
+    settings = peft.LoraConfig(r=2, target_modules=["c_attn", "c_proj"], task_type="CAUSAL_LM", fan_in_fan_out=True)
     adapted = peft.get_peft_model(model, settings)
     adapted(ids, labels=ids).loss.backward()
     learning = [p for p in adapted.parameters() if p.requires_grad]

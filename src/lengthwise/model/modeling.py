@@ -45,6 +45,10 @@ def make_encoding(config: LengthwiseConfig) -> Encoding:
     return encoding if torch.get_default_dtype() == torch.float64 else encoding.float()
 
 
+class ResidualConv1D(Conv1D):
+    """A projection whose output is added to the tokens: it starts smaller, the more of them there are."""
+
+
 class LengthwiseAttention(nn.Module):
     """Causal self-attention with the encoding's hooks around it."""
 
@@ -54,7 +58,7 @@ class LengthwiseAttention(nn.Module):
         self.scaling = config.head_dim**-0.5
         self.is_causal = True
         self.c_attn = Conv1D(3 * config.n_embd, config.n_embd)
-        self.c_proj = Conv1D(config.n_embd, config.n_embd)
+        self.c_proj = ResidualConv1D(config.n_embd, config.n_embd)
         self.resid_dropout = nn.Dropout(config.resid_pdrop)
         if not config.is_shared:
             self.encoding = make_encoding(config)
@@ -110,7 +114,7 @@ class LengthwiseMLP(nn.Module):
         super().__init__()
         inner = config.n_inner or 4 * config.n_embd
         self.c_fc = Conv1D(inner, config.n_embd)
-        self.c_proj = Conv1D(config.n_embd, inner)
+        self.c_proj = ResidualConv1D(config.n_embd, inner)
         self.dropout = nn.Dropout(config.resid_pdrop)
 
     def forward(self, x: Float[Tensor, "batch query width"]) -> Float[Tensor, "batch query width"]:
@@ -194,10 +198,10 @@ class LengthwisePreTrainedModel(PreTrainedModel):
             return
         super()._init_weights(module)
         if isinstance(module, Conv1D):
-            init.normal_(module.weight, std=std)
+            # Asked of each module itself: of code outside it transformers passes over modules without own parameters.
+            residual = isinstance(module, ResidualConv1D)
+            init.normal_(module.weight, std=std / math.sqrt(2 * self.config.n_layer) if residual else std)
             init.zeros_(module.bias)
-        if isinstance(module, LengthwiseAttention | LengthwiseMLP):
-            init.normal_(module.c_proj.weight, std=std / math.sqrt(2 * self.config.n_layer))
 
     def parameter_groups(self, weight_decay: float = 0.1) -> list[dict[str, Any]]:
         """Groups for AdamW: matrices decay; biases, norms and what an encoding says must not do not."""
