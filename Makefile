@@ -3,13 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: study test check prove bench table clean
+.PHONY: study test check prove bench bench-full table clean
 
 study: $(VENV)/ready
 	$(BIN)/lengthwise encodings
 
 test: check
-	$(BIN)/pytest -m "not prove"
+	$(BIN)/pytest -n auto -m "not prove"
 
 check: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -21,6 +21,11 @@ prove: $(VENV)/ready
 
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/attention.py
+
+bench-full: $(VENV)/ready
+	$(BIN)/python benchmarks/attention.py --form full
+	$(BIN)/python benchmarks/figure.py
+	$(BIN)/python docs/tables.py
 
 table: $(VENV)/ready
 	$(BIN)/python docs/tables.py

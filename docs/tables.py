@@ -1,17 +1,73 @@
-"""Write the generated tables into the README: `make table`."""
+"""Write the generated tables into the README: `make table`. Numbers come from the measurements' own JSON lines."""
 
+import json
 import re
 from pathlib import Path
 
 from lengthwise.encodings.catalogue import table
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+MEASURED = ROOT / "benchmarks/results/attention-full.jsonl"
+LENGTHS = (1024, 4096, 16384)
 
 
 def filled(text: str, name: str, content: str) -> str:
     """The text with what stands between <!-- name --> and <!-- /name --> replaced."""
-    return re.sub(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", rf"\g<1>{content}\n\g<2>", text, flags=re.DOTALL)
+    between = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+    return between.sub(lambda match: match[1] + content + "\n" + match[2], text)
+
+
+def rows_of(path: Path = MEASURED) -> list[dict]:
+    """The measurements."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def measured(rows: list[dict]) -> str:
+    """Training time as a ratio to SDPA with no bias, and the other figures worth a column."""
+    ours = [row for row in rows if row["rival"] == "lengthwise"]
+    names = list(dict.fromkeys((row["encoding"], row["options"]) for row in ours if row["length"] == 4096))
+    lines = [
+        "| encoding | 1,024 | 4,096 | 16,384 | skipped | peak memory | dense SDPA | decode |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, options in names:
+        case = {"encoding": name, "options": options}
+        times = [_one(rows, case | {"length": n, "mode": "train", "rival": "lengthwise"}) for n in LENGTHS]
+        limit, dense = (
+            _one(rows, case | {"length": 4096, "mode": "train", "rival": r}) for r in ("no bias", "dense SDPA")
+        )
+        decode = _one(rows, case | {"length": 4096, "mode": "decode", "rival": "lengthwise"})
+        middle = times[1]
+        share = middle.get("skipped_share") if middle else None
+        cells = [
+            name + (" (L beyond the length)" if "threshold" in options else ""),
+            *(_ratio(row) for row in times),
+            "" if not share else f"{share:.0%}",
+            "" if not middle or not limit else f"{middle['peak_bytes'] / limit['peak_bytes']:.2f}",
+            _ratio(dense),
+            _ratio(decode),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    born = rows[0]["born"]
+    lines += [
+        "",
+        f"Measured by `{born['command']}` at commit {born['commit']} on {born['date']}: {born['machine']}, "
+        f"torch {born['versions']['torch']}, Python {born['versions']['python']}.",
+    ]
+    return "\n".join(lines)
+
+
+def _one(rows: list[dict], wanted: dict) -> dict | None:
+    return next((row for row in rows if all(row[key] == value for key, value in wanted.items())), None)
+
+
+def _ratio(row: dict | None) -> str:
+    return "" if row is None else f"{row['ratio']:.2f}"
 
 
 if __name__ == "__main__":
-    README.write_text(filled(README.read_text(), "encodings", table()))
+    text = filled(README.read_text(), "encodings", table())
+    if MEASURED.exists():
+        text = filled(text, "measured", measured(rows_of()))
+    README.write_text(text)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lengthwise as lw
-from lengthwise.attention import BACKENDS, choose
+from lengthwise.attention import BACKENDS, choose, memory, sdpa
 
 BATCH, HEADS, KV_HEADS, KEYS, DIM, VALUE = 2, 6, 2, 13, 5, 7
 POSITIONS = torch.arange(KEYS)
@@ -156,3 +156,15 @@ def test_an_explicit_backend_is_used_or_says_why_not():
     for part in ("backend 'sdpa' cannot take this call", shape, "sdpa: rescore", "reference"):
         assert part in str(error.value)
     assert choose(rescored) != "sdpa"
+
+
+def test_a_length_that_cannot_fit_names_the_bytes_and_the_way_out(monkeypatch):
+    q, k, v, bias = inputs()
+    call = lw.checked_call(q, k, v, bias=bias)
+    monkeypatch.setattr(memory, "total_bytes", lambda: 4 * BATCH * HEADS * KEYS * KEYS * 4 - 1)
+    with pytest.raises(NotImplementedError, match=r"13 x 13 scores of 12 heads take 0.0 GB .* row_block never"):
+        choose(call, "reference")
+    assert choose(call, "sdpa") == "sdpa", "it needs one matrix less"
+    monkeypatch.setattr(memory, "total_bytes", lambda: 0)
+    assert sdpa.objections(call)
+    assert not sdpa.objections(lw.checked_call(q, k, v)), "without a bias nothing is filled in"

@@ -16,6 +16,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lengthwise.checks import came, check_broadcast, check_tensor
+
 Index = slice | Int[Tensor, " index"]
 """Some rows or columns of a bias: whatever picks from one axis of a tensor."""
 
@@ -81,10 +83,15 @@ class DistanceBias(Bias):
     first: int = 0
 
     def __post_init__(self) -> None:
-        _require(self.table, "table", 2, "(head, distance)", floating=True)
+        check_tensor("table", self.table, ("head", "distance"), "floating-point", "One row a head.")
         for name in ("query", "key"):
-            object.__setattr__(self, name, torch.atleast_2d(getattr(self, name)))
-            _require(getattr(self, name), name, 2, "(batch or 1, position)", floating=False)
+            positions = getattr(self, name)
+            if isinstance(positions, Tensor) and positions.ndim == 1:
+                object.__setattr__(self, name, positions[None])
+            check_tensor(name, getattr(self, name), ("batch or 1", "position"), "integer", "Use torch.arange.")
+        check_broadcast(
+            "query and key", (self.query.shape[0], self.key.shape[0]), "batch", "Give as many rows of each."
+        )
         if self.table.shape[1] == 0:
             raise ValueError("a DistanceBias needs at least one distance; its table has none. Give one column or more.")
 
@@ -119,8 +126,17 @@ class LevelBias(Bias):
     slope: Float[Tensor, "#batch #head #query"]
 
     def __post_init__(self) -> None:
-        for name in ("query_level", "key_level", "slope"):
-            _require(getattr(self, name), name, 3, "(batch or 1, head or 1, position)", floating=True)
+        parts = (self.query_level, self.key_level, self.slope)
+        for name, part in zip(("query_level", "key_level", "slope"), parts, strict=True):
+            check_tensor(name, part, ("batch or 1", "head or 1", "position"), "floating-point", "One number a token.")
+        for axis, what in enumerate(("batch", "heads")):
+            sizes = [part.shape[axis] for part in parts]
+            check_broadcast("levels and slope", sizes, what, "Make all of them from the same tokens.")
+        if self.slope.shape[2] not in (1, self.query_level.shape[2]):
+            raise ValueError(
+                f"slope must have one number a query, {self.query_level.shape[2]}, or 1; {self.slope.shape[2]} came. "
+                "Make it from the tokens of the queries."
+            )
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -154,10 +170,12 @@ class FunctionBias(Bias):
     tensors: tuple[Tensor, ...]
 
     def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise TypeError(f"function must be a function of rows and columns; {came(self.function)} came. Write one.")
         if len(self.tensors) < 2:
             raise ValueError(
                 "a FunctionBias needs tensors[0] with queries and tensors[1] with keys along the last axis; "
-                f"{len(self.tensors)} tensors came. Put the call's positions or levels there."
+                f"so many came: {len(self.tensors)}. Put the call's positions or levels there."
             )
 
     @property
@@ -183,7 +201,8 @@ class DenseBias(Bias):
     value: Float[Tensor, "#batch #head query key"]
 
     def __post_init__(self) -> None:
-        _require(self.value, "value", 4, "(batch or 1, head or 1, query, key)", floating=True)
+        axes = ("batch or 1", "head or 1", "query", "key")
+        check_tensor("value", self.value, axes, "floating-point", "Add an axis for what is missing.")
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -199,14 +218,3 @@ class DenseBias(Bias):
     def tile(self, rows: Index, columns: Index) -> Float[Tensor, "#batch #head row column"]:
         """A part of the matrix, in float32 or better."""
         return wide(self.value[:, :, rows][..., columns])
-
-
-def _require(tensor: Tensor, name: str, dims: int, axes: str, *, floating: bool) -> None:
-    kind = "floating-point" if floating else "integer"
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a {kind} tensor {axes}; a {type(tensor).__name__} came. Use torch.tensor.")
-    if tensor.ndim != dims:
-        raise ValueError(f"{name} must be {axes}; its shape is {tuple(tensor.shape)}. Add or drop an axis.")
-    integral = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-    if (floating and not tensor.is_floating_point()) or (not floating and not integral):
-        raise TypeError(f"{name} must be a {kind} tensor; it is {tensor.dtype}. Convert it before the call.")

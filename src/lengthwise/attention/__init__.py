@@ -73,14 +73,16 @@ def explain(call: Call) -> Explanation:
     tensor([[1.0000, 0.0000],
             [0.5000, 0.5000]])
     """
+    choose(call, "reference")
     with torch.autocast(call.q.device.type, enabled=False):
         return reference.explain(call)
 
 
 def choose(call: Call, backend: str = "auto") -> str:
     """The name of the backend that will take the call, or an error with the call and every objection."""
-    if backend != "auto" and backend not in BACKENDS:
-        raise ValueError(f"unknown backend {backend!r}; there are {', '.join(map(repr, BACKENDS))} and 'auto'.")
+    if backend != "auto" and (not isinstance(backend, str) or backend not in BACKENDS):
+        known = ", ".join(map(repr, BACKENDS))
+        raise ValueError(f"unknown backend {backend!r}; there are {known} and 'auto'. Leave it out for 'auto'.")
     names = list(BACKENDS) if backend == "auto" else [backend]
     for name in names:
         if not BACKENDS[name].objections(call):

@@ -1,5 +1,6 @@
 """One call of attention, checked once at the door: what every backend is given and may rely on."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -9,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lengthwise.bias import Bias
+from lengthwise.checks import Kind, came, check_flag, check_whole, kind_of
 
 Rescore = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """rescore(content, bias, q, mask) -> scores, for a block of whole rows of all heads; see `Encoding.rescore`."""
@@ -149,28 +151,24 @@ def checked_call(
     _check_tensors(q, k, v)
     batch, heads, queries, dim = q.shape
     keys = k.shape[2]
-    for name, mask, integral in (("key_mask", key_mask, False), ("documents", documents, True)):
-        if mask is None:
-            continue
-        good = mask.dtype == torch.bool if not integral else not (mask.is_floating_point() or mask.dtype == torch.bool)
-        if not good:
-            wanted = "integer" if integral else "bool, True for keys that may be seen"
-            raise TypeError(f"{name} must be {wanted}; it is {mask.dtype}. Convert it before the call.")
-        if mask.ndim != 2 or mask.shape[0] not in (1, batch) or mask.shape[1] != keys:
-            raise ValueError(
-                f"{name} must be (batch or 1, key) = ({batch}, {keys}); its shape is {tuple(mask.shape)}. "
-                "Give one entry per key, old and new."
-            )
-    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
-        raise ValueError(f"window must be a whole number of keys, 1 or more; {window!r} came. Leave it out for none.")
+    check_flag("causal", causal, "False is for two-sided attention.")
+    _check_mask("key_mask", key_mask, "bool", batch, keys)
+    _check_mask("documents", documents, "integer", batch, keys)
+    if window is not None:
+        check_whole("window", window, "It counts keys; leave it out for none.")
+    real = isinstance(scale, int | float) and not isinstance(scale, bool) and math.isfinite(scale)
+    if scale is not None and not real:
+        raise TypeError(f"scale must be a finite number; {came(scale)} came. Leave it out for 1 / sqrt(dim).")
     if bias is not None:
         _check_bias(bias, (batch, heads, queries, keys))
-    if rescore is not None and not callable(rescore):
-        raise TypeError(f"rescore must be a function; a {type(rescore).__name__} came. Pass `encoding.rescore`.")
-    if start is None and (causal or window is not None or documents is not None) and queries > keys:
+    if rescore is not None and (not callable(rescore) or isinstance(rescore, torch.nn.Module)):
+        raise TypeError(f"rescore must be a function; {came(rescore)} came. Pass `encoding.rescore`.")
+    if start is not None:
+        _check_start(start, queries, keys)
+    elif queries > keys and (causal or window is not None or documents is not None):
         raise ValueError(
             f"queries are the last slots among the keys, so there are at most as many; {queries} queries and {keys} "
-            "keys came. For attention across two sequences set causal=False."
+            "keys came. For attention across two sequences set causal=False and leave out window and documents."
         )
     return Call(
         q=q,
@@ -190,7 +188,7 @@ def checked_call(
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor; a {type(tensor).__name__} came. Use torch.tensor.")
+            raise TypeError(f"{name} must be a tensor; {came(tensor)} came. Use torch.tensor.")
         if tensor.ndim != 4:
             raise ValueError(
                 f"{name} must be (batch, head, position, dim); its shape is {tuple(tensor.shape)}. Add or drop an axis."
@@ -214,11 +212,36 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
+def _check_mask(name: str, mask: Tensor | None, kind: Kind, batch: int, keys: int) -> None:
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or kind_of(mask) != kind:
+        wanted = "bool, True for keys that may be seen" if kind == "bool" else "integer"
+        raise TypeError(f"{name} must be {wanted}; {came(mask)} came. Convert it before the call.")
+    if mask.ndim != 2 or mask.shape[0] not in (1, batch) or mask.shape[1] != keys:
+        raise ValueError(
+            f"{name} must be (batch or 1, key) = ({batch}, {keys}); its shape is {tuple(mask.shape)}. "
+            "Give one entry per key, old and new."
+        )
+
+
+def _check_start(start: object, queries: int, keys: int) -> None:
+    if isinstance(start, Tensor):
+        good = start.ndim == 0 and kind_of(start) == "integer"
+    else:
+        good = isinstance(start, int) and not isinstance(start, bool) and 0 <= start <= keys - queries
+    if not good:
+        raise ValueError(
+            f"start must be the slot of the first of {queries} queries among {keys} keys, a whole number or a tensor "
+            f"without axes; {came(start)} came. Leave it out where the queries are the last slots."
+        )
+
+
 def _check_bias(bias: Bias, wanted: tuple[int, int, int, int]) -> None:
     if isinstance(bias, Tensor):
         raise TypeError("bias must be a described Bias; a Tensor came. Wrap it: DenseBias(tensor).")
     if not isinstance(bias, Bias):
-        raise TypeError(f"bias must be a Bias; a {type(bias).__name__} came. Use encoding.bias(x, query, key).")
+        raise TypeError(f"bias must be a Bias; {came(bias)} came. Use encoding.bias(x, query, key).")
     shape = bias.shape
     if shape[0] not in (1, wanted[0]) or shape[1] not in (1, wanted[1]) or shape[2:] != wanted[2:]:
         raise ValueError(

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lengthwise.attention import memory
 from lengthwise.attention.call import Call
 from lengthwise.bias import wide
 
@@ -26,9 +27,13 @@ class Explanation:
     weights: Float[Tensor, "batch head query key"]
 
 
+MATRICES = 4
+"""Content, bias, scores and weights are filled in."""
+
+
 def objections(call: Call) -> list[str]:
-    """The reference takes every call."""
-    return []
+    """The reference takes every call that fits into memory."""
+    return memory.objections(call, MATRICES)
 
 
 def attend(call: Call) -> Float[Tensor, "batch head query value"]:

@@ -11,11 +11,15 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from lengthwise.attention import memory
 from lengthwise.attention.call import Call
 from lengthwise.bias import LevelBias, wide
 
 PAIRS = ((0, 0), (0, 1), (1, 0), (0, 2), (1, 1), (2, 0))
 """Which part of the slope meets which part of the level; the other three products are below all rounding."""
+
+MATRICES = 3
+"""The bias, and scores and weights where the kernel is not fused."""
 
 EIGHT = 8
 """Channels are added by eights, as the kernels like them."""
@@ -25,22 +29,22 @@ def objections(call: Call) -> list[str]:
     """Why this backend cannot take the call; nothing if it can."""
     if call.rescore is not None:
         return ["rescore replaces the scores, which the fused kernel never shows"]
-    return []
+    return [] if _fused(call) else memory.objections(call, MATRICES)
 
 
 def attend(call: Call) -> Float[Tensor, "batch head query value"]:
     """The output, by the fused kernel where there is neither a bias to fill in nor a mask beyond causality."""
-    if not call.forbids:
-        return _plain(call.q, call.k, call.v, call) if call.bias is None else _dense(call)
-    clean, taint = call.contained()
-    square = call.is_plain and call.queries == call.keys
-    if call.bias is None and square:
-        out = _plain(clean.q, clean.k, clean.v, call)
-    elif rides_in_channels(call):
-        out = _channels(clean)
-    else:
-        out = _dense(clean)
-    return out + taint
+    clean, taint = call.contained() if call.forbids else (call, 0)
+    if call.bias is None and _fused(call):
+        return _plain(clean.q, clean.k, clean.v, call) + taint
+    return (_channels(clean) if _fused(call) else _dense(clean)) + taint
+
+
+def _fused(call: Call) -> bool:
+    """Whether the kernel needs no matrix of ours."""
+    if call.bias is not None:
+        return rides_in_channels(call)
+    return not call.forbids or (call.is_plain and call.queries == call.keys)
 
 
 def rides_in_channels(call: Call) -> bool:

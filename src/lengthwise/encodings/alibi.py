@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from lengthwise.bias import LevelBias
+from lengthwise.checks import check_choice
 from lengthwise.encodings.base import Encoding, Geometry, Positions, Slot, State, Tokens, checked_positions
 
 
@@ -26,8 +27,7 @@ class Alibi(Encoding):
     def __init__(self, geometry: Geometry, *, slopes: Literal["geometric", "interleaved"] = "geometric") -> None:
         super().__init__(geometry)
         rules = {"geometric": geometric_slopes, "interleaved": interleaved_slopes}
-        if slopes not in rules:
-            raise ValueError(f"slopes must be 'geometric' or 'interleaved'; {slopes!r} came. 'geometric' is usual.")
+        check_choice("slopes", slopes, tuple(rules), "The CABLE paper has 'geometric', BLOOM 'interleaved'.")
         self.slopes = rules[slopes](geometry.heads)
 
     def bias(

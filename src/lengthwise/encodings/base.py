@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from lengthwise.bias import Bias, wide
+from lengthwise.checks import came, check_broadcast, check_flag, check_tensor, check_whole
 
 Tokens = Float[Tensor, "batch position width"]
 """The input of the model for `embed`, of the attention block for the other hooks."""
@@ -50,9 +51,8 @@ class Geometry:
 
     def __post_init__(self) -> None:
         for name in ("heads", "width", "head_dim", "train_length"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a whole number, 1 or more; {value!r} came. Check the model's sizes.")
+            check_whole(name, getattr(self, name), "Check the model's sizes.")
+        check_flag("causal", self.causal, "False is for two-sided attention.")
 
 
 class Encoding(nn.Module):
@@ -165,37 +165,42 @@ def checked_positions(
     query: Int[Tensor, "*batch query"], key: Int[Tensor, "*batch key"]
 ) -> tuple[Positions, Positions]:
     """Positions as (batch or 1, position) each, or an error. A key may be negative (padding), a query may not."""
-    for name, positions in (("query", query), ("key", key)):
-        if not isinstance(positions, Tensor):
-            raise TypeError(
-                f"{name} positions must be an integer tensor; a {type(positions).__name__} came. Use torch.arange."
-            )
-        if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
-            raise TypeError(f"{name} positions must be integers; they are {positions.dtype}. Use torch.arange(length).")
-        if positions.ndim not in (1, 2):
-            raise ValueError(
-                f"{name} positions must be (position,) or (batch, position); their shape is {tuple(positions.shape)}. "
-                "Flatten what comes before the position."
-            )
+    query, key = _two_axes("query positions", query), _two_axes("key positions", key)
+    check_broadcast("query and key positions", (query.shape[0], key.shape[0]), "batch", "Give one row or one each.")
     if not torch.compiler.is_compiling() and query.numel() and query.min() < 0:
         raise PositionError(
             f"a query's position must be 0 or more; {int(query.min())} came. Give padding position 0 and mask it."
         )
-    return torch.atleast_2d(query), torch.atleast_2d(key)
+    return query, key
 
 
-def checked_tokens(x: Tokens, width: int, positions: int, of: str) -> None:
-    """An error unless x is (batch, position, width) with one token per position."""
+def _two_axes(name: str, positions: Int[Tensor, "*batch position"]) -> Positions:
+    if isinstance(positions, Tensor) and positions.ndim == 1:
+        positions = positions[None]
+    check_tensor(name, positions, ("batch", "position"), "integer", "Use torch.arange(length).")
+    return positions
+
+
+def checked_tokens(x: Tokens, width: int) -> None:
+    """An error unless x is (batch, position, width)."""
     if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != width or not x.is_floating_point():
-        came = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
         raise ValueError(
-            f"x must be a floating-point tensor (batch, position, {width}); {came} came. "
-            "Pass the input of the attention block."
+            f"x must be a floating-point tensor (batch, position, {width}); {came(x)} came. "
+            "Pass the tokens' vectors: for `embed` those that enter the model, else those that enter attention."
         )
-    if x.shape[1] != positions:
+
+
+def checked_count(x: Tokens, positions: Positions, of: str) -> None:
+    """An error unless x has one token per position, in as many sequences."""
+    if x.shape[1] != positions.shape[1]:
         raise ValueError(
-            f"x must hold one token per {of}; it has {x.shape[1]} and there are {positions} positions. "
+            f"x must hold one token per {of}; it has {x.shape[1]} and there are {positions.shape[1]} positions. "
             "With cached keys pass the new tokens as x and the state of all keys as state."
+        )
+    if positions.shape[0] not in (1, x.shape[0]):
+        raise ValueError(
+            f"positions must be those of x's batch of {x.shape[0]}, or one row; {positions.shape[0]} rows came. "
+            "Give one row for all sequences or one for each."
         )
 
 

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from lengthwise.checks import check_whole
 from lengthwise.encodings.base import Encoding, Geometry
 
 
@@ -23,8 +24,7 @@ class Cope(Encoding):
 
     def __init__(self, geometry: Geometry, *, positions: int = 64) -> None:
         super().__init__(geometry)
-        if positions < 2:
-            raise ValueError(f"positions must be 2 or more; {positions} came. The paper has 64.")
+        check_whole("positions", positions, "The paper has 64.", least=2)
         self.table = nn.Parameter(torch.empty(geometry.head_dim, positions))
         self.reset_parameters()
 

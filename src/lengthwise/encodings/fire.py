@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lengthwise.bias import Bias, DistanceBias, FunctionBias, Index, registered_tile, wide
+from lengthwise.checks import check_number, check_whole
 from lengthwise.encodings.base import (
     Encoding,
     Geometry,
@@ -34,6 +35,8 @@ class Fire(Encoding):
 
     def __init__(self, geometry: Geometry, *, hidden: int = 32, threshold: float = 512.0) -> None:
         super().__init__(geometry)
+        check_whole("hidden", hidden, "The paper has 32.")
+        check_number("threshold", threshold, "The paper has 512.")
         self.threshold = threshold
         self.c = nn.Parameter(torch.empty(1))
         self.multiplier = nn.Parameter(torch.empty(1))
@@ -86,6 +89,6 @@ def fire_tile(
     distance = (query[:, rows, None] - key[:, None, columns]).abs()
     scope = torch.maximum(furthest[:, rows, None].to(limit.dtype), limit)
     relative = torch.log1p(c.abs() * distance) / (torch.log1p(c.abs() * scope) + 1e-6)
-    hidden = torch.relu(weight_in[:, :, None] * relative[:, None] + bias_in[:, None, None])
+    hidden = torch.addcmul(bias_in[:, None, None], weight_in[:, :, None], relative[:, None]).relu_()
     heads = weight_out @ hidden.flatten(2) + bias_out[:, None]
     return heads.unflatten(2, relative.shape[1:])

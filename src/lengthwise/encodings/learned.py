@@ -8,12 +8,14 @@ The table has an end, and so has every model that uses it.
 import torch
 from torch import nn
 
+from lengthwise.checks import check_whole
 from lengthwise.encodings.base import (
     Encoding,
     Geometry,
     PositionError,
     Positions,
     Tokens,
+    checked_count,
     checked_positions,
     checked_tokens,
 )
@@ -27,7 +29,9 @@ class Learned(Encoding):
 
     def __init__(self, geometry: Geometry, *, length: int | None = None) -> None:
         super().__init__(geometry)
-        self.weight = nn.Parameter(torch.empty(length or geometry.train_length, geometry.width))
+        length = geometry.train_length if length is None else length
+        check_whole("length", length, "Leave it out for the training length.")
+        self.weight = nn.Parameter(torch.empty(length, geometry.width))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -42,7 +46,8 @@ class Learned(Encoding):
     def embed(self, x: Tokens, positions: Positions) -> Tokens:
         """Tokens plus the row of their position."""
         positions, _ = checked_positions(positions, positions)
-        checked_tokens(x, self.geometry.width, positions.shape[1], of="position")
+        checked_tokens(x, self.geometry.width)
+        checked_count(x, positions, of="position")
         if not torch.compiler.is_compiling() and positions.numel() and positions.max() >= self.limit:
             raise PositionError(
                 f"learned positions end at {self.limit}; position {int(positions.max())} came. Shorten the input, or "

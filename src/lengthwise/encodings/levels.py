@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from lengthwise.bias import wide
+from lengthwise.checks import came, check_tensor
 from lengthwise.encodings.base import (
     Encoding,
     Geometry,
@@ -23,6 +24,7 @@ from lengthwise.encodings.base import (
     Slot,
     State,
     Tokens,
+    checked_count,
     checked_positions,
     checked_tokens,
     project,
@@ -51,8 +53,17 @@ class StepEncoding(Encoding):
 
     def state(self, x: Tokens, key_mask: Bool[Tensor, "#batch position"] | None = None) -> State:
         """The steps; 0 for masked tokens."""
+        checked_tokens(x, self.geometry.width)
         step = self.step(x)
-        return {"step": step if key_mask is None else step.where(key_mask[:, None], 0)}
+        if key_mask is None:
+            return {"step": step}
+        check_tensor("key_mask", key_mask, ("batch", x.shape[1]), "bool", "True for tokens, False for padding.")
+        if key_mask.shape[0] not in (1, x.shape[0]):
+            raise ValueError(
+                f"key_mask must have a row for each of {x.shape[0]} sequences, or one; its shape is "
+                f"{tuple(key_mask.shape)}. Give one entry per token."
+            )
+        return {"step": step.where(key_mask[:, None], 0)}
 
     def levels(
         self, x: Tokens, query: Positions, key: Positions, state: State | None, start: Slot | None
@@ -60,17 +71,32 @@ class StepEncoding(Encoding):
         """The levels of queries and of keys, float64."""
         query, key = checked_positions(query, key)
         queries, keys = query.shape[1], key.shape[1]
-        checked_tokens(
-            x, self.geometry.width, keys if state is None else queries, of="key" if state is None else "query"
-        )
-        step = (self.state(x) if state is None else state)["step"]
-        if step.shape[2] != keys:
+        checked_tokens(x, self.geometry.width)
+        checked_count(x, *((key, "key") if state is None else (query, "query")))
+        if queries > keys or (isinstance(start, int) and not 0 <= start <= keys - queries):
+            raise ValueError(
+                f"queries have slots among the keys; {queries} queries from start={start} and {keys} keys came. "
+                "Pass the positions of all keys, old and new."
+            )
+        step = self._checked_step(x, keys, state)
+        key_level = step.double().cumsum(2)
+        return of_queries(key_level, queries, start), key_level
+
+    def _checked_step(self, x: Tokens, keys: int, state: State | None) -> Levels:
+        if state is None:
+            return self.state(x)["step"]
+        if not isinstance(state, dict) or "step" not in state:
+            has = f"a dictionary of {sorted(state)}" if isinstance(state, dict) else came(state)
+            raise ValueError(f"the state must be a dictionary with 'step'; {has} came. Pass encoding.state(x).")
+        step = state["step"]
+        if step.ndim == 3 and step.shape[2] != keys:
             raise ValueError(
                 f"the state must cover all keys, old and new; it has {step.shape[2]} tokens and there are {keys} keys. "
                 "Append encoding.state(x) of the new tokens to the cached state before asking for the bias."
             )
-        key_level = step.double().cumsum(2)
-        return of_queries(key_level, queries, start), key_level
+        axes = (x.shape[0], self.geometry.heads, keys)
+        check_tensor("the state's step", step, axes, "floating-point", "Pass encoding.state(x) of all tokens.")
+        return step
 
 
 class SlopedStepEncoding(StepEncoding):

@@ -48,7 +48,7 @@ def build(name: str, geometry: Geometry, options: Mapping[str, object]) -> Encod
 
 def find(name: str) -> type[Encoding]:
     """The class of an encoding, or an error that suggests the nearest name."""
-    if name in ENCODINGS:
+    if isinstance(name, str) and name in ENCODINGS:
         return ENCODINGS[name]
     near = difflib.get_close_matches(str(name), ENCODINGS, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else " See `lengthwise encodings`."
@@ -62,8 +62,12 @@ def register(name: str, encoding: type[Encoding]) -> type[Encoding]:
     if not isinstance(name, str) or not name:
         raise TypeError(f"an encoding's name must be a string; {name!r} came. Give it one.")
     if ENCODINGS.get(name, encoding) is not encoding:
-        raise ValueError(f"the name {name!r} belongs to {ENCODINGS[name].__name__} already. Choose another.")
+        owner = ENCODINGS[name].__name__
+        raise ValueError(f"a name belongs to one encoding; {name!r} is {owner} already. Choose another.")
     if not hasattr(encoding, "paper"):
-        raise TypeError(f"{encoding.__name__} must say where it comes from. Set `paper`, if only to 'unpublished'.")
+        raise TypeError(
+            f"an encoding must say where it comes from; {encoding.__name__} has no `paper`. "
+            "Set it, if only to 'unpublished'."
+        )
     ENCODINGS[name] = encoding
     return encoding

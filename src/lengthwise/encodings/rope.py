@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lengthwise.bias import wide
+from lengthwise.checks import check_broadcast, check_choice, check_number, check_tensor
 from lengthwise.encodings.base import Encoding, Geometry, Positions, State, checked_positions, run_ends
 from lengthwise.encodings.rope_scaling import Wheel, make_scaling
 
@@ -38,8 +39,8 @@ class Rope(Encoding):
         super().__init__(geometry)
         if geometry.head_dim % 2:
             raise ValueError(f"rope turns pairs of channels; head_dim is {geometry.head_dim}. Make it even.")
-        if layout not in ("half", "interleaved"):
-            raise ValueError(f"layout must be 'half' or 'interleaved'; {layout!r} came. LLaMA has 'half'.")
+        check_choice("layout", layout, ("half", "interleaved"), "LLaMA has 'half'.")
+        check_number("base", base, "10000 is usual.")
         self.layout = layout
         self.scaling = make_scaling(scaling, Wheel(base, geometry.head_dim, geometry.train_length))
         self.length_dependent = self.scaling.length_dependent
@@ -58,6 +59,11 @@ class Rope(Encoding):
         queries have come, since the slots of a static cache run on behind them.
         """
         query, key = checked_positions(query, key)
+        for name, tensor, positions in (("query", q, query), ("key", k, key)):
+            axes = ("batch", "head", positions.shape[1], self.geometry.head_dim)
+            check_tensor(f"what {name} positions turn", tensor, axes, "floating-point", "Give one position each.")
+            sizes = (tensor.shape[0], positions.shape[0])
+            check_broadcast(f"{name} positions and what they turn", sizes, "batch", "Give one row or one each.")
         query_length = run_ends(query) + 1
         key_length = torch.minimum(run_ends(key), query.amax(1, keepdim=True)) + 1
         return self._turn(q, query, query_length), self._turn(k, key, key_length)

@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lengthwise.checks import came, check_number
 from lengthwise.encodings.base import Positions
 
 Frequencies = Float[Tensor, "*position pair"]
@@ -49,6 +50,17 @@ class Scaling:
     wheel: Wheel
     length_dependent: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name == "wheel" or isinstance(value, bool) or value is None:
+                continue
+            name, lists = SAID.get(f.name, f.name), f.name in ("short_factor", "long_factor")
+            if lists and not isinstance(value, tuple):
+                raise ValueError(f"{name} must be a list of numbers; {came(value)} came. Give one per pair.")
+            for single in value if isinstance(value, tuple) else (value,):
+                check_number(name, single, "See the paper of the rule.", most=1.0 if f.name == "part" else math.inf)
+
     def frequencies(self, length: Positions) -> Frequencies:
         """Radians per position, per pair; `length` is that of each token's document."""
         return self.wheel.plain(length.device)
@@ -76,6 +88,10 @@ class Ntk(Scaling):
 
     stretch: float
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_pairs(self.wheel)
+
     def frequencies(self, length: Positions) -> Frequencies:
         """Slow pairs slowed by the factor, fast ones hardly."""
         base = self.wheel.base * self.stretch ** (self.wheel.dim / (self.wheel.dim - 2))
@@ -88,6 +104,10 @@ class DynamicNtk(Scaling):
 
     stretch: float
     length_dependent: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_pairs(self.wheel)
 
     def frequencies(self, length: Positions) -> Frequencies:
         """Each token's by the length of its document."""
@@ -151,6 +171,7 @@ class LongRope(Scaling):
     length_dependent: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("short_factor", "long_factor"):
             if len(getattr(self, name)) != self.wheel.dim // 2:
                 raise ValueError(
@@ -184,6 +205,14 @@ class Llama3(Scaling):
     low_freq_factor: float
     high_freq_factor: float
     original_length: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor must be above low_freq_factor; {self.high_freq_factor} and {self.low_freq_factor} "
+                "came. Llama 3 has 4 and 1."
+            )
 
     def frequencies(self, length: Positions) -> Frequencies:
         """By how often a pair turns within the training length."""
@@ -224,22 +253,35 @@ NAMES = {
     "original_max_position_embeddings": "original_length",
     "partial_rotary_factor": "part",
 }
+SAID = {ours: theirs for theirs, ours in NAMES.items()}
 
 
 def make_scaling(options: Mapping[str, object] | None, wheel: Wheel) -> Scaling:
     """A rule from a plain dictionary: "type" (or "rope_type") and the rule's own numbers, e.g. "factor"."""
-    given = dict(options or {"type": "default"})
+    if not isinstance(options, Mapping | None):
+        raise TypeError(
+            f'scaling must be a dictionary such as {{"type": "yarn", "factor": 8.0}}; {came(options)} came. Write one.'
+        )
+    given = {name: value for name, value in (options or {"type": "default"}).items() if value is not None}
     kind = given.pop("type", given.pop("rope_type", None))
-    if kind not in SCALINGS:
-        raise ValueError(f"unknown rope scaling {kind!r}; there are {', '.join(map(repr, SCALINGS))}. Set its 'type'.")
-    rule = SCALINGS[str(kind)]
-    values = {NAMES.get(name, name): tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+    if not isinstance(kind, str) or kind not in SCALINGS:
+        known = ", ".join(map(repr, SCALINGS))
+        raise ValueError(f"unknown rope scaling {kind!r}; there are {known}. Set its 'type' to one of them.")
+    rule = SCALINGS[kind]
     own = {f.name: f for f in fields(rule) if f.name != "wheel"}
-    missing = [name for name, f in own.items() if f.default is MISSING and name not in values]
-    wrong = [name for name in values if name not in own]
+    values = {NAMES.get(name, name): tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+    missing = [SAID.get(name, name) for name, f in own.items() if f.default is MISSING and name not in values]
+    wrong = [name for name in given if NAMES.get(name, name) not in own]
     if missing or wrong:
-        said = {ours: theirs for theirs, ours in NAMES.items()}
-        known = ", ".join(repr(said.get(name, name)) for name in own) or "none"
-        fault = f"lacks {said.get(missing[0], missing[0])!r}" if missing else f"does not know {wrong[0]!r}"
+        known = ", ".join(repr(SAID.get(name, name)) for name in own) or "none"
+        fault = f"lacks {missing[0]!r}" if missing else f"does not know {wrong[0]!r}"
         raise ValueError(f"rope scaling {kind!r} {fault}; its numbers are: {known}. Correct the dictionary.")
     return rule(wheel, **values)
+
+
+def _check_pairs(wheel: Wheel) -> None:
+    if wheel.dim <= 2:
+        raise ValueError(
+            f"NTK scaling needs two pairs of channels or more, for its d / (d - 2); head_dim is {wheel.dim}. "
+            "Take 'linear' instead."
+        )

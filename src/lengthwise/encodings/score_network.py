@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from lengthwise.bias import Bias
+from lengthwise.checks import check_whole
 from lengthwise.encodings.base import Encoding, Geometry, Positions, Slot, State, Tokens, reset_linear
 from lengthwise.encodings.registry import build
 
@@ -33,10 +34,11 @@ class ScoreNetwork(Encoding):
         hidden: int = 32,
     ) -> None:
         super().__init__(geometry)
+        check_whole("hidden", hidden, "The paper has 32.")
         self.over = build(over, geometry, over_options or {})
         if not self.over.overrides("bias") or self.over.overrides("rescore"):
             raise ValueError(
-                f"{type(self).__name__} corrects an additive encoding; {over!r} has no bias of its own. "
+                f"{type(self).__name__} corrects an additive encoding; {over!r} acts by {self.over.hook()}. "
                 "Take one that has, e.g. over='kerple' or over='cable'."
             )
         self.kind, self.context_free = self.over.kind, self.over.context_free

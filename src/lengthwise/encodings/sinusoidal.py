@@ -9,7 +9,16 @@ the waves must be as small, or a short training sees little else. The CABLE pape
 
 import torch
 
-from lengthwise.encodings.base import Encoding, Geometry, Positions, Tokens, checked_positions, checked_tokens
+from lengthwise.checks import check_number
+from lengthwise.encodings.base import (
+    Encoding,
+    Geometry,
+    Positions,
+    Tokens,
+    checked_count,
+    checked_positions,
+    checked_tokens,
+)
 
 
 class Sinusoidal(Encoding):
@@ -19,13 +28,15 @@ class Sinusoidal(Encoding):
 
     def __init__(self, geometry: Geometry, *, amplitude: float = 0.02) -> None:
         super().__init__(geometry)
+        check_number("amplitude", amplitude, "0.02 suits tokens that start at N(0, 0.02).")
         self.amplitude = amplitude
 
     def embed(self, x: Tokens, positions: Positions) -> Tokens:
         """Tokens plus the waves at their position."""
         positions, _ = checked_positions(positions, positions)
         width = self.geometry.width
-        checked_tokens(x, width, positions.shape[1], of="position")
+        checked_tokens(x, width)
+        checked_count(x, positions, of="position")
         pairs = torch.arange(0, width, 2, device=x.device, dtype=torch.float32)
         angles = positions[..., None].float() * 10000 ** (-pairs / width)
         waves = torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)[..., :width]

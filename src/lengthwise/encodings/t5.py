@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lengthwise.bias import DistanceBias
+from lengthwise.checks import check_whole
 from lengthwise.encodings.base import Encoding, Geometry, Positions, Slot, State, Tokens, checked_positions
 
 
@@ -24,6 +25,8 @@ class T5(Encoding):
 
     def __init__(self, geometry: Geometry, *, buckets: int = 32, max_distance: int = 128) -> None:
         super().__init__(geometry)
+        check_whole("buckets", buckets, "T5 has 32.")
+        check_whole("max_distance", max_distance, "T5 has 128.")
         side = buckets if geometry.causal else buckets // 2
         if side < 2 or side % 2 or max_distance <= side // 2 or (not geometry.causal and buckets % 2):
             raise ValueError(

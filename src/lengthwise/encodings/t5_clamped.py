@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lengthwise.bias import DistanceBias
+from lengthwise.checks import check_whole
 from lengthwise.encodings.base import Encoding, Geometry, Positions, Slot, State, Tokens, checked_positions
 
 
@@ -23,8 +24,7 @@ class T5Clamped(Encoding):
 
     def __init__(self, geometry: Geometry, *, reach: int = 256) -> None:
         super().__init__(geometry)
-        if reach < 1:
-            raise ValueError(f"reach must be 1 or more; {reach} came. The paper has 256.")
+        check_whole("reach", reach, "The paper has 256.")
         self.first = 0 if geometry.causal else -reach
         self.table = nn.Parameter(torch.empty(geometry.heads, reach + 1 - self.first))
         self.reset_parameters()

@@ -1,0 +1,190 @@
+"""Attention under every encoding against its rivals, in turn in one process: time, memory, and the error first.
+
+    make bench                                   the short form: two minutes
+    make bench-full                              every encoding to 8,192 tokens, one per kind to 32,768: under an hour
+
+A case is correct before it is timed. Rivals run round robin, so that a busy machine slows all of them; the ratio is to
+SDPA with no bias, the limit of what attention can cost. One JSON line a case and rival, with its birth certificate.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from certificate import certificate
+from rivals import RIVALS, Rival, Setup
+
+import lengthwise as lw
+from lengthwise.attention import explain, row_block
+
+HEADS, DIM = 12, 64
+RESULTS = Path(__file__).parent / "results"
+BUDGET = {"short": 4.0, "full": 20.0}
+"""Seconds that a case may take in all rounds of all rivals, beyond the first two rounds."""
+
+ONE_PER_KIND = ("alibi", "kerple", "k-cable", "fire")
+SHORT = ("t5-clamped", "kerple", "alibi", "cable", "cable-nw", "fox", "fire")
+
+
+@dataclass(frozen=True)
+class Case:
+    """An encoding at a length; mode is "forward", "train" (forward and backward) or "decode" (one query)."""
+
+    encoding: str
+    length: int
+    mode: str
+    options: str = "{}"
+
+
+def cases(form: str) -> Iterator[Case]:
+    """What is measured."""
+    lengths = (1024, 4096) if form == "short" else (512, 1024, 2048, 4096, 8192)
+    names = SHORT if form == "short" else tuple(lw.ENCODINGS)
+    for length in lengths:
+        for mode in ("train",) if form == "short" else ("forward", "train"):
+            yield from (Case(name, length, mode) for name in names)
+            yield Case("fire", length, mode, '{"threshold": 65536}')
+    if form == "full":
+        yield from (Case(name, 16384, "train") for name in ("t5-clamped", *SHORT[1:]))
+        yield from (Case(name, 32768, "train") for name in ONE_PER_KIND)
+    yield from (Case(name, 4096, "decode") for name in names)
+
+
+def measure(case: Case, seconds: float) -> Iterator[dict[str, object]]:
+    """One row a rival: right first, then timed in turn."""
+    setup = make_setup(case)
+    runs: dict[str, Callable[[], object]] = {}
+    rows: dict[str, dict[str, object]] = {}
+    for name, rival in RIVALS.items():
+        if not rival.takes(setup, case.length, case.mode):
+            continue
+        rows[name] = {"error": checked(rival, setup, name)}
+        runs[name] = timed_call(rival, setup, case.mode)
+    times = round_robin(runs, seconds)
+    limit = times["no bias"]
+    for name, row in rows.items():
+        tokens = 1 if case.mode == "decode" else case.length
+        row |= {
+            "rival": name,
+            "best": min(times[name]),
+            "median": median(times[name]),
+            "ratio": min(times[name]) / min(limit),
+            "median_ratio": median(a / b for a, b in zip(times[name], limit, strict=True)),
+            "rounds": len(limit),
+            "tokens_per_second": tokens / min(times[name]),
+            "peak_bytes": peak_bytes(runs[name]),
+        }
+        if name == "lengthwise" and setup.rescore is None:
+            row["skipped_share"] = row_block.skipped_share(setup.call())
+        yield asdict(case) | row
+
+
+def make_setup(case: Case) -> Setup:
+    """Ordinary inputs: unit-variance q, k, v, layer-normed tokens, the encoding at its initial weights."""
+    torch.manual_seed(0)
+    options = json.loads(case.options)
+    encoding = lw.make(case.encoding, heads=HEADS, width=HEADS * DIM, train_length=case.length, **options)
+    q, k, v = torch.randn(3, 1, HEADS, case.length, DIM)
+    x = F.layer_norm(torch.randn(1, case.length, HEADS * DIM), (HEADS * DIM,))
+    rows = 1 if case.mode == "decode" else case.length
+    return Setup(encoding, x, q[:, :, -rows:].contiguous(), k, v, learning=case.mode == "train")
+
+
+def checked(rival: Rival, setup: Setup, name: str) -> float | None:
+    """The largest error of some late rows against the reference in float64; more than rounding is a fault."""
+    if name == "no bias":
+        return None
+    rows = min(8, setup.q.shape[2])
+    with torch.no_grad():
+        found = rival.run(setup)[:, :, -rows:]
+        exact = explain(setup.late(rows)).out
+    error = float((found - exact).abs().max())
+    # Scores of size 10 rounded at 2 ** -24 move weights, and so outputs of size 1, by about 1e-6; sums add to it.
+    if not error < 1e-4:
+        raise AssertionError(f"{name} is off by {error:.1e} under {setup.encoding}: not timed")
+    return error
+
+
+def timed_call(rival: Rival, setup: Setup, mode: str) -> Callable[[], object]:
+    """What is timed: building the bias included, gradients to everything learned in "train"."""
+    run = rival.ready(setup)
+    if mode != "train":
+
+        def forward() -> object:
+            with torch.no_grad():
+                return run(setup)
+
+        return forward
+    d_out = torch.randn_like(setup.q)
+
+    def train() -> object:
+        return torch.autograd.grad(run(setup), setup.learned(rival.biased), d_out)
+
+    return train
+
+
+def round_robin(runs: dict[str, Callable[[], object]], seconds: float) -> dict[str, list[float]]:
+    """Every run once a round; the first round warms up."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        run()
+    began = time.perf_counter()
+    while len(next(iter(times.values()))) < 2 or (
+        time.perf_counter() - began < seconds and len(next(iter(times.values()))) < 50
+    ):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - start)
+    return times
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most memory alive at once beyond what was there before, by torch's own account of every allocation."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    events = profile.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    alive = peak = 0
+    for _, change in changes:
+        alive += change
+        peak = max(peak, alive)
+    return peak
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--form", choices=BUDGET, default="short")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", help="encodings, separated by commas")
+    parser.add_argument("--lengths", help="lengths, separated by commas")
+    options = parser.parse_args()
+    out = options.out or RESULTS / f"attention-{options.form}.jsonl"
+    out.parent.mkdir(exist_ok=True)
+    born = certificate(f"python benchmarks/attention.py --form {options.form}")
+    with out.open("w") as file:
+        for case in cases(options.form):
+            if options.only and case.encoding not in options.only.split(","):
+                continue
+            if options.lengths and str(case.length) not in options.lengths.split(","):
+                continue
+            for row in measure(case, BUDGET[options.form]):
+                file.write(json.dumps(row | {"born": born}) + "\n")
+                file.flush()
+                skipped = row.get("skipped_share")
+                share = "" if skipped is None else f"  skipped {skipped:.0%}"
+                print(
+                    f"{case.mode:8}{case.length:6} {case.encoding:13}{row['rival']:22}{row['best']:9.4f} s"
+                    f"  ratio {row['ratio']:6.3f}  {row['peak_bytes'] / 1e6:8.1f} MB{share}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

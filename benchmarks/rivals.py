@@ -1,0 +1,172 @@
+"""The ways to compute one job: attention under an encoding, its bias built from positions or tokens each time."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from x_transformers.attend import Attend
+from x_transformers.x_transformers import AlibiPositionalBias, RelativePositionBias
+
+import lengthwise as lw
+from lengthwise.attention import Call, checked_call
+from lengthwise.attention.flex import attend as flex_attend
+from lengthwise.attention.flex import objections as flex_objections
+from lengthwise.encodings.alibi import Alibi
+from lengthwise.encodings.t5 import T5
+
+DENSE_UP_TO = 4096
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One job's inputs."""
+
+    encoding: lw.Encoding
+    x: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    learning: bool
+
+    def __post_init__(self) -> None:
+        for tensor in (self.q, self.k, self.v):
+            tensor.requires_grad_(self.learning)
+        self.encoding.requires_grad_(self.learning)
+
+    @property
+    def rescore(self) -> Callable[..., Tensor] | None:
+        return self.encoding.rescore if self.encoding.overrides("rescore") else None
+
+    def bias(self, rows: int | None = None) -> lw.Bias | None:
+        """Built anew, as a model does in every forward pass."""
+        rows = rows or self.q.shape[2]
+        key = torch.arange(self.k.shape[2])
+        return self.encoding.bias(self.x, key[-rows:], key)
+
+    def turned(self) -> tuple[Tensor, Tensor]:
+        """Queries and keys as they meet."""
+        key = torch.arange(self.k.shape[2])
+        return self.encoding.rotate(self.q, self.k, key[-self.q.shape[2] :], key)
+
+    def call(self, bias: lw.Bias | None = None) -> Call:
+        """The job as our own, with the bias built anew if none is ready."""
+        return checked_call(*self.turned(), self.v, bias=bias or self.bias(), rescore=self.rescore)
+
+    def late(self, rows: int) -> Call:
+        """The last rows in float64, to check against."""
+        q, k = self.turned()
+        q, k, v = (tensor.detach().double() for tensor in (q[:, :, -rows:], k, self.v))
+        return checked_call(q, k, v, bias=self.bias(rows), rescore=self.rescore)
+
+    def learned(self, biased: bool) -> list[Tensor]:
+        """What gradients are asked for."""
+        of_bias = list(self.encoding.parameters()) if biased else []
+        acts = self.encoding.overrides("bias") or self.encoding.overrides("rescore")
+        return [self.q, self.k, self.v, *(of_bias if acts else [])]
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A way to do the job; `biased` ones must give its output."""
+
+    run: Callable[[Setup], Tensor]
+    takes: Callable[[Setup, int, str], bool]
+    biased: bool = True
+    prepare: Callable[[Setup], Callable[[Setup], Tensor]] | None = None
+
+    def ready(self, setup: Setup) -> Callable[[Setup], Tensor]:
+        """What runs, with everything done that happens before the clock starts."""
+        return self.prepare(setup) if self.prepare else self.run
+
+
+def no_bias(setup: Setup) -> Tensor:
+    return F.scaled_dot_product_attention(setup.q, setup.k, setup.v, is_causal=setup.q.shape[2] > 1)
+
+
+def lengthwise(setup: Setup) -> Tensor:
+    q, k = setup.turned()
+    return lw.attend(q, k, setup.v, bias=setup.bias(), rescore=setup.rescore)
+
+
+def bias_ready(setup: Setup) -> Callable[[Setup], Tensor]:
+    """With the bias built once, before the clock starts."""
+    bias = setup.bias()
+
+    def run(setup: Setup) -> Tensor:
+        q, k = setup.turned()
+        return lw.attend(q, k, setup.v, bias=bias, rescore=setup.rescore)
+
+    return run
+
+
+def _filled(setup: Setup) -> Tensor:
+    rows, keys = setup.q.shape[2], setup.k.shape[2]
+    may = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
+    return setup.bias().dense().masked_fill(~may, -torch.inf)
+
+
+def dense_sdpa(setup: Setup) -> Tensor:
+    return F.scaled_dot_product_attention(setup.q, setup.k, setup.v, attn_mask=_filled(setup))
+
+
+def dense_eager(setup: Setup) -> Tensor:
+    scores = setup.q @ setup.k.transpose(-1, -2) * setup.q.shape[3] ** -0.5 + _filled(setup)
+    return scores.softmax(-1) @ setup.v
+
+
+def of_transformers(setup: Setup) -> Tensor:
+    """transformers' own attention with its keyword for a bias, as T5 and its kin use it."""
+    module = torch.nn.Module()
+    module.is_causal = True
+    bias = setup.bias().dense()
+    return sdpa_attention_forward(module, setup.q, setup.k, setup.v, None, position_bias=bias)[0].transpose(1, 2)
+
+
+def of_x_transformers(setup: Setup) -> Tensor:
+    """x-transformers' own bias module and attention, for the two encodings that it has in our form."""
+    heads, rows, keys = setup.q.shape[1], setup.q.shape[2], setup.k.shape[2]
+    if isinstance(setup.encoding, Alibi):
+        module = AlibiPositionalBias(heads, slopes=setup.encoding.slopes)
+    else:
+        module = RelativePositionBias(scale=1.0, causal=True, heads=heads)
+        module.relative_attention_bias.weight = setup.encoding.table
+    attend = Attend(causal=True, heads=heads, scale=setup.q.shape[3] ** -0.5)
+    return attend(setup.q, setup.k, setup.v, attn_bias=module(rows, keys))[0]
+
+
+def flex(setup: Setup) -> Tensor:
+    return flex_attend(setup.call())
+
+
+def _dense_fits(setup: Setup, length: int, mode: str) -> bool:
+    return setup.encoding.overrides("bias") and setup.rescore is None and length <= DENSE_UP_TO
+
+
+def _flex_fits(setup: Setup, length: int, mode: str) -> bool:
+    return mode == "forward" and length == DENSE_UP_TO and not flex_objections(setup.call())
+
+
+RIVALS: dict[str, Rival] = {
+    "no bias": Rival(no_bias, lambda setup, length, mode: True, biased=False),
+    "lengthwise": Rival(lengthwise, lambda setup, length, mode: True),
+    "lengthwise, bias ready": Rival(
+        lengthwise,
+        lambda setup, length, mode: mode == "decode" and setup.encoding.overrides("bias"),
+        prepare=bias_ready,
+    ),
+    "dense SDPA": Rival(dense_sdpa, _dense_fits),
+    "dense eager": Rival(dense_eager, _dense_fits),
+    "transformers": Rival(
+        of_transformers, lambda setup, length, mode: _dense_fits(setup, length, mode) and mode != "decode"
+    ),
+    "x-transformers": Rival(
+        of_x_transformers,
+        lambda setup, length, mode: (
+            _dense_fits(setup, length, mode) and isinstance(setup.encoding, Alibi | T5) and mode != "decode"
+        ),
+    ),
+    "FlexAttention": Rival(flex, _flex_fits),
+}

@@ -1,0 +1,74 @@
+"""Checks at the public doors. An error says what must hold; what came. And what to do."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Kind = Literal["floating-point", "integer", "bool"]
+
+
+def came(value: object) -> str:
+    """What came, in as few words as tell it apart."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)}"
+    if value is None or isinstance(value, bool | int | float | complex | str):
+        return repr(value)
+    return f"{'an' if type(value).__name__[0] in 'AEIOUaeiou' else 'a'} {type(value).__name__}"
+
+
+def check_whole(name: str, value: object, advice: str, least: int = 1) -> None:
+    """A whole number, `least` or more."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be a whole number, {least} or more; {came(value)} came. {advice}")
+
+
+def check_number(name: str, value: object, advice: str, most: float = float("inf")) -> None:
+    """A number above 0, up to `most`."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= most:
+        limit = "" if most == float("inf") else f" and at most {most:g}"
+        raise ValueError(f"{name} must be a number above 0{limit}; {came(value)} came. {advice}")
+
+
+def check_flag(name: str, value: object, advice: str) -> None:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False; {came(value)} came. {advice}")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str], advice: str) -> None:
+    """One of a few words."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}; {came(value)} came. {advice}")
+
+
+def check_tensor(name: str, value: object, axes: Sequence[str | int], kind: Kind, advice: str) -> None:
+    """A tensor of one kind whose axes are these: a number is that size, a name any."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be {_article(kind)} tensor; {came(value)} came. {advice}")
+    if kind_of(value) != kind:
+        raise TypeError(f"{name} must be {_article(kind)} tensor; {value.dtype} came. {advice}")
+    named = tuple(axis if isinstance(axis, str) else size for axis, size in zip(axes, value.shape, strict=False))
+    if value.ndim != len(axes) or named != tuple(axes):
+        wanted = f"({', '.join(map(str, axes))})"
+        raise ValueError(f"{name} must be {wanted}; its shape is {tuple(value.shape)}. {advice}")
+
+
+def check_broadcast(names: str, sizes: Sequence[int], what: str, advice: str) -> None:
+    """Sizes that are equal, or 1 to be spread."""
+    if len({size for size in sizes if size != 1}) > 1:
+        raise ValueError(f"{names} must agree in {what}, or have 1; {' and '.join(map(str, sizes))} came. {advice}")
+
+
+def kind_of(tensor: Tensor) -> str:
+    """Whether it holds floating-point numbers, integers, booleans or complex numbers."""
+    if tensor.is_floating_point():
+        return "floating-point"
+    if tensor.is_complex():
+        return "complex"
+    return "bool" if tensor.dtype == torch.bool else "integer"
+
+
+def _article(kind: str) -> str:
+    return f"{'an' if kind[0] == 'i' else 'a'} {kind}"
