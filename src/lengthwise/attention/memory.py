@@ -2,6 +2,8 @@
 
 import os
 
+import torch
+
 from lengthwise.attention.call import Call
 from lengthwise.bias import wide
 
@@ -20,6 +22,7 @@ def objections(call: Call, matrices: int) -> list[str]:
     ]
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def total_bytes() -> int:
     """The machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

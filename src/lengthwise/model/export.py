@@ -107,7 +107,7 @@ def _rewritten(node: ast.ImportFrom, is_room: bool, kept: set[str]) -> tuple[str
     names = [alias.name for alias in node.names]
     inner = [name for name in names if find_spec(f"{node.module}.{name}") is not None] if _is_room(node.module) else []
     if inner:
-        modules = [f"{node.module}.{name}" for name in inner if name in kept]
+        modules = [f"{node.module}.{name}" for name in inner if name in kept or not is_room]
         lines = ["import sys"]
         for module in modules:
             name = module.rpartition(".")[2]
