@@ -1,7 +1,7 @@
 """An encoding's state inside transformers' own caches: as extra channels of the keys.
 
 Caches know keys and values alone, and crop, reorder and repeat them; a state that rides in the keys goes along. Values
-are widened by as much, since a static cache that is made ahead of time has one width for both. A float32 number does
+are widened only for a static cache that was made ahead of time, which has one width for both. A float32 number does
 not fit into a half-precision channel, so there it rides in three: what one rounds away, the next one holds, raised by
 as many bits as the first has so that it does not sink below the smallest number.
 """
@@ -46,10 +46,17 @@ def remember(
         )
     dim = k.shape[-1]
     extra = torch.cat([split(state[name], k.dtype) for name in state], -1)
-    k, v = cache.update(torch.cat([k, extra], -1), F.pad(v, (0, extra.shape[-1])), layer)
+    v = F.pad(v, (0, extra.shape[-1])) if _is_widened(cache, layer, dim) else v
+    k, v = cache.update(torch.cat([k, extra], -1), v, layer)
     k, v = k[:, :, :keys], v[:, :, :keys]
     parts = k[..., dim:].unflatten(-1, (len(state), -1)).unbind(-2)
     return k[..., :dim], v[..., :dim], {name: join(part) for name, part in zip(state, parts, strict=True)}
+
+
+def _is_widened(cache: Cache, layer: int, dim: int) -> bool:
+    """Whether the layer has room for values that is wider than they are."""
+    values = getattr(cache.layers[layer], "values", None) if layer < len(cache.layers) else None
+    return values is not None and values.ndim == 4 and values.shape[-1] != dim
 
 
 def split(x: Float[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape part"]:

@@ -77,12 +77,12 @@ class _HeadLoss(torch.autograd.Function):
             # From here on the logits' own storage holds their gradient.
             logits.sub_(normaliser).exp_()
             logits.scatter_add_(-1, words, -torch.ones_like(words, dtype=logits.dtype))
-            logits.mul_(torch.where(counts, factor, 0)[:, None])
             gradient = logits.to(weight.dtype)
+            scale = torch.where(counts, factor, 0)[:, None]
             if d_x is not None:
-                d_x[rows] = gradient @ weight
+                d_x[rows] = (gradient @ weight) * scale
             if d_weight is not None:
-                d_weight.addmm_(gradient.T.to(d_weight.dtype), x[rows].to(d_weight.dtype))
+                d_weight.addmm_(gradient.T.to(d_weight.dtype), (x[rows] * scale).to(d_weight.dtype))
         ctx.save_for_backward(*(t for t in (d_x, d_weight) if t is not None))
         ctx.dtype = weight.dtype
         return total * factor
