@@ -135,6 +135,16 @@ def test_a_cache_of_another_kind_is_refused():
         model(tokens(), past_key_values=((torch.zeros(1), torch.zeros(1)),))
 
 
+def test_a_static_cache_that_is_too_short_or_too_narrow_is_named():
+    model = loud_model("cable")
+    with pytest.raises(ValueError, match="holds 20 tokens; 0 are in it and 29 came"):
+        model(tokens(), past_key_values=make_cache("static", model, 20))
+    cache = make_cache("static", model)
+    cache.early_initialization(2, 3, model.config.head_dim, model.dtype, model.device)
+    with pytest.raises(ValueError, match="9 wide; the cache was made for 8"):
+        model(tokens(), past_key_values=cache)
+
+
 def test_a_quantised_cache_is_refused_for_a_state_and_taken_without(monkeypatch):
     from transformers import cache_utils
 

@@ -125,6 +125,12 @@ def test_sampling_beams_and_assistance_work(case):
     beams = generate(model, ids, num_beams=3, num_return_sequences=3)
     slow = generate(model, ids, num_beams=3, num_return_sequences=3, use_cache=False)
     assert torch.equal(beams, slow) or case == "rope-dynamic"
+    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), ids], 1).repeat(2, 1)
+    padded[1, :4] = 7
+    mask = (padded != 0).long()
+    for options in ({}, {"cache_implementation": "static"}):
+        both = generate(model, padded, attention_mask=mask, num_beams=3, num_return_sequences=3, **options)
+        assert torch.equal(both[:3, 4:], beams)
     helper = copy.deepcopy(model)
     with torch.no_grad():
         helper.transformer.wte.weight += 0.05 * torch.randn_like(helper.transformer.wte.weight)
@@ -201,6 +207,7 @@ def test_a_saved_model_loads_to_the_same_bits_through_the_auto_classes(case, tmp
     assert torch.equal(loaded(ids).logits, model(ids).logits)
     base = AutoModel.from_pretrained(tmp_path)
     assert type(base) is LengthwiseModel
+    assert type(AutoModelForCausalLM.from_config(model.config)) is LengthwiseForCausalLM
     assert torch.equal(base(ids).last_hidden_state, model.transformer(ids).last_hidden_state)
     assert AutoConfig.from_pretrained(tmp_path).to_dict()["encoding"] == CASES[case][0]
 
@@ -299,9 +306,37 @@ def test_every_encoding_compiles_into_one_graph_forward_and_backward(case):
         assert (parameter.grad - wanted[name]).abs().max() <= RELATIVE * scale, name
 
 
+def test_the_loss_in_chunks_compiles_into_one_graph():
+    torch.compiler.reset()
+    model, ids = loud_model("cable").train(), tokens()
+    expected = model.loss(ids, ids)
+    found = torch.compile(model.loss, backend="aot_eager", fullgraph=True)(ids, ids)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    found.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
-def test_every_encoding_can_be_exported_as_a_graph(case):
-    model, ids = loud_model(case, n_layer=1), tokens()
-    exported = torch.export.export(model, (), {"input_ids": ids, "use_cache": False}, strict=False)
-    assert_near(exported.module()(input_ids=ids, use_cache=False).logits, model(ids).logits, case)
+def test_every_encoding_can_be_exported_as_a_graph_of_any_batch_and_length(case):
+    model = loud_model(case, n_layer=1)
+    sizes = {0: torch.export.Dim("batch", min=1, max=16), 1: torch.export.Dim("length", min=3, max=60)}
+    inputs = {"input_ids": tokens(3, 17), "use_cache": False}
+    shapes = {"input_ids": sizes, "use_cache": None}
+    graph = torch.export.export(model, (), inputs, dynamic_shapes=shapes, strict=False).module()
+    ids = tokens()
+    assert_near(graph(input_ids=ids, use_cache=False).logits, model(ids).logits, case)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("case", CASES)
+def test_inductor_trains_every_encoding_as_eager_does(case):
+    torch.compiler.reset()
+    model, ids = loud_model(case).train(), tokens()
+    expected = model.loss(ids, ids)
+    wanted = torch.autograd.grad(expected, list(model.parameters()))
+    found = torch.compile(model.loss, fullgraph=True)(ids, ids)
+    gradients = torch.autograd.grad(found, list(model.parameters()))
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    scale = max(float(g.abs().max()) for g in wanted)
+    assert all((a - b).abs().max() <= RELATIVE * scale for a, b in zip(gradients, wanted, strict=True))

@@ -121,3 +121,31 @@ def test_a_half_precision_cache_keeps_the_state_exactly(case, dtype):
     found = by_chunks(model, ids, [20] + [1] * 9, make_cache("early", model))
     # Both are rounded to half precision once a layer.
     assert (found - whole).float().norm() <= 4 * torch.finfo(dtype).eps * whole.float().norm()
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("implementation", ["lengthwise", "eager", "sdpa"])
+@pytest.mark.parametrize("kind", ["dynamic", "static", "early"])
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_everything_agrees_with_everything(case, kind, implementation, shared):
+    model, pad = loud_model(case, share_encoding=shared), 5
+    if model.config.rescores and implementation != "lengthwise":
+        return
+    ids = tokens(2, LENGTH)
+    alone = model(ids).logits
+    model.set_attn_implementation(implementation)
+    mask = torch.ones(2, LENGTH + pad, dtype=torch.long)
+    padded = torch.zeros_like(mask)
+    padded[0, pad:], mask[0, :pad] = ids[0], 0
+    padded[1, :LENGTH], mask[1, LENGTH:] = ids[1], 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0).masked_fill(mask == 0, 0)
+    whole = [LENGTH + pad]
+    for chunks in (whole, [1] * whole[0], [12] + [1] * (whole[0] - 12), [9, 9, 9, whole[0] - 27]):
+        if case == "rope-dynamic" and chunks is not whole:
+            continue
+        for given in ({}, {"position_ids": positions}):
+            cache = make_cache(kind, model, LENGTH + pad + 2)
+            found = by_chunks(model, padded, chunks, cache, attention_mask=mask, **given)
+            assert_near(found[mask.bool()].view_as(alone), alone, f"{case}, {kind}, {implementation}, {chunks}")

@@ -46,17 +46,25 @@ def remember(
         )
     dim = k.shape[-1]
     extra = torch.cat([split(state[name], k.dtype) for name in state], -1)
-    v = F.pad(v, (0, extra.shape[-1])) if _is_widened(cache, layer, dim) else v
-    k, v = cache.update(torch.cat([k, extra], -1), v, layer)
+    k, v = cache.update(torch.cat([k, extra], -1), _as_wide_as_made(cache, layer, v, extra.shape[-1]), layer)
     k, v = k[:, :, :keys], v[:, :, :keys]
     parts = k[..., dim:].unflatten(-1, (len(state), -1)).unbind(-2)
     return k[..., :dim], v[..., :dim], {name: join(part) for name, part in zip(state, parts, strict=True)}
 
 
-def _is_widened(cache: Cache, layer: int, dim: int) -> bool:
-    """Whether the layer has room for values that is wider than they are."""
-    values = getattr(cache.layers[layer], "values", None) if layer < len(cache.layers) else None
-    return values is not None and values.ndim == 4 and values.shape[-1] != dim
+def _as_wide_as_made(cache: Cache, layer: int, v: Tensor, extra: int) -> Tensor:
+    """The values, widened if the cache was made ahead of time for keys with a state; an error if without."""
+    made = cache.layers[layer] if layer < len(cache.layers) else None
+    keys, values = (getattr(made, name, None) for name in ("keys", "values"))
+    if keys is None or values is None or keys.ndim != 4:
+        return v
+    dim = v.shape[-1]
+    if keys.shape[-1] != dim + extra:
+        raise ValueError(
+            f"keys with the encoding's state are {dim + extra} wide; the cache was made for {keys.shape[-1]}. Make it "
+            "with the widths of model._get_static_cache_init_shape(), or leave out early_initialization."
+        )
+    return F.pad(v, (0, values.shape[-1] - dim))
 
 
 def split(x: Float[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape part"]:

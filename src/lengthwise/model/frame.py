@@ -7,6 +7,7 @@ Order in the tensor decides causality, documents decide who may meet, positions 
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -64,9 +65,12 @@ def make_frame(
     eager = not torch.compiler.is_compiling()
     if eager:
         past = int(past)
-    room = not isinstance(past, int)
-    keys = capacity if room and capacity is not None else past + queries
-    assert isinstance(keys, int)
+    room = isinstance(past, Tensor)
+    keys = cast(int, capacity if room else past + queries)
+    if eager and capacity is not None and keys > capacity:
+        raise ValueError(
+            f"a static cache holds {capacity} tokens; {past} are in it and {queries} came. Make a longer one."
+        )
     mask = _key_mask(attention_mask, batch, keys, capacity, tokens.device)
     if eager and mask is not None and mask.all():
         mask = None
