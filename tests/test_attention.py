@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import lengthwise as lw
-from lengthwise.attention import BACKENDS, choose, memory, sdpa
+from lengthwise.attention import choose, memory, sdpa
+from lengthwise.testing import TRIED
 
 BATCH, HEADS, KV_HEADS, KEYS, DIM, VALUE = 2, 6, 2, 13, 5, 7
 POSITIONS = torch.arange(KEYS)
@@ -59,7 +60,7 @@ def attend_in_loops(q, k, v, bias, limits, start):
     return out
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", TRIED)
 @pytest.mark.parametrize("queries", [KEYS, 5, 1])
 @pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
 def test_attention_is_what_plain_loops_give(limits, queries, backend):
@@ -70,7 +71,7 @@ def test_attention_is_what_plain_loops_give(limits, queries, backend):
     assert torch.allclose(out.double(), expected, atol=KEYS * 4 * 2**-24, rtol=0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", TRIED)
 @pytest.mark.parametrize("start", [4, torch.tensor(4)], ids=["int", "tensor"])
 @pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
 def test_queries_may_stand_before_the_last_slots(limits, start, backend):
@@ -81,7 +82,7 @@ def test_queries_may_stand_before_the_last_slots(limits, start, backend):
     assert torch.allclose(out.double(), expected, atol=KEYS * 4 * 2**-24, rtol=0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", TRIED)
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_a_row_that_may_see_nothing_gives_zeros_and_no_gradient(with_bias, backend):
     q, k, v, bias = inputs()
@@ -93,7 +94,7 @@ def test_a_row_that_may_see_nothing_gives_zeros_and_no_gradient(with_bias, backe
     assert torch.equal(q.grad, torch.zeros_like(q))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", TRIED)
 def test_minus_infinity_in_a_bias_forbids_like_a_mask(backend):
     q, k, v, _ = inputs()
     value = torch.zeros(1, 1, KEYS, KEYS)
@@ -107,7 +108,7 @@ def test_minus_infinity_in_a_bias_forbids_like_a_mask(backend):
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", TRIED)
 @pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
 def test_what_is_not_finite_stays_in_the_rows_that_may_see_it(limits, backend, bad):
     place = 8
@@ -128,7 +129,7 @@ def test_what_is_not_finite_stays_in_the_rows_that_may_see_it(limits, backend, b
     assert outs[1].masked_fill(blind, torch.nan).isnan().all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", TRIED)
 def test_autocast_does_not_round_what_attention_computes(backend):
     q, k, v, bias = inputs()
     expected = lw.attend(q, k, v, bias=bias, backend=backend)

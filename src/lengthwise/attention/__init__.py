@@ -9,15 +9,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lengthwise.attention import reference, sdpa
+from lengthwise.attention import flex, reference, row_block, sdpa
 from lengthwise.attention.call import Call, Rescore, checked_call
 from lengthwise.attention.reference import Explanation
 from lengthwise.bias import Bias
 
 __all__ = ["BACKENDS", "Call", "Explanation", "attend", "checked_call", "choose", "explain"]
 
-BACKENDS: dict[str, ModuleType] = {"sdpa": sdpa, "reference": reference}
-"""Backends by name, the fastest first: "auto" takes the first that has no objection."""
+BACKENDS: dict[str, ModuleType] = {"row_block": row_block, "sdpa": sdpa, "flex": flex, "reference": reference}
+"""Backends by name."""
 
 
 def attend(

@@ -1,0 +1,111 @@
+"""One call of attention as tensors and plain values, and what runs inside the operators."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lengthwise.attention.call import Call
+from lengthwise.attention.row_block.distance_terms import distance_term
+from lengthwise.attention.row_block.level_term import LevelTerm
+from lengthwise.attention.row_block.skipping import first_keys, share_skipped
+from lengthwise.attention.row_block.terms import Term
+from lengthwise.attention.row_block.tile_terms import DenseTerm, FunctionTerm
+from lengthwise.attention.row_block.tiles import Engine, sizes
+from lengthwise.attention.row_block.visible import Visible, rows_that_see
+from lengthwise.bias import Bias, DenseBias, DistanceBias, FunctionBias, LevelBias, wide
+
+
+def run_forward(call: Call, *, skip: bool) -> tuple[Tensor, Tensor]:
+    """The output in float32 or better and the log-sum-exp of every row."""
+    clean = _clean(call)
+    visible = Visible(clean)
+    term = make_term(visible)
+    out, lse = Engine(clean, term, _firsts(visible, term) if skip else None).forward()
+    if clean is not call:
+        tainted = ~(call.k.isfinite().all(-1) & call.v.isfinite().all(-1))
+        seen = rows_that_see(visible, tainted).repeat_interleave(call.group, 1)
+        out.masked_fill_(seen[..., None], torch.nan)
+    return out, lse
+
+
+def run_backward(call: Call, d_out: Tensor, out: Tensor, lse: Tensor, *, skip: bool) -> list[Tensor | None]:
+    """The gradients of q, k, v and of the tensors of the bias; None for those that need none."""
+    clean = _clean(call)
+    visible = Visible(clean)
+    if clean is not call:
+        # The output holds NaN for rows that saw what is not finite; the gradient is that of the finite rest.
+        out, lse = Engine(clean, make_term(visible), None).forward()
+    term = make_term(visible)
+    firsts = _firsts(visible, term, d_out, out, lse) if skip else None
+    d_q, d_k, d_v = Engine(clean, term, firsts).backward(d_out, out, lse)
+    if call.group > 1:
+        d_k, d_v = (x.unflatten(1, (-1, call.group)).sum(2) for x in (d_k, d_v))
+    if clean is not call:
+        d_k, d_v = (d.masked_fill_(~x.isfinite(), 0) for d, x in ((d_k, call.k), (d_v, call.v)))
+    return [d_q.to(call.dtype), d_k.to(call.dtype), d_v.to(call.dtype), *term.gradients()]
+
+
+def skipped_share(call: Call) -> float:
+    """How much of the forward work that causality leaves is skipped in this call, 0 to 1."""
+    clean = _clean(replace(call, start=int(call.start)))
+    visible = Visible(clean)
+    return share_skipped(clean, _firsts(visible, make_term(visible)), sizes(clean, whole=False)[0])
+
+
+def _firsts(visible: Visible, term: Term, *known: Tensor) -> list[list[list[int]]] | None:
+    return first_keys(visible, term, sizes(visible.call, whole=term.whole)[0], *known)
+
+
+def make_term(visible: Visible) -> Term:
+    """How the bias of a call enters its tiles."""
+    call, dtype = visible.call, wide(visible.call.q).dtype
+    match call.bias:
+        case DistanceBias():
+            return distance_term(call.bias, visible, dtype)
+        case LevelBias():
+            return LevelTerm(call.bias, call, dtype)
+        case FunctionBias():
+            return FunctionTerm(call.bias, call, dtype)
+        case DenseBias():
+            return DenseTerm(call.bias, dtype)
+        case _:
+            return Term()
+
+
+def taken_apart(bias: Bias | None) -> tuple[str, int, list[Tensor]]:
+    """A bias as plain values: its kind, the first distance, its tensors."""
+    match bias:
+        case None:
+            return "none", 0, []
+        case DistanceBias():
+            return "distance", bias.first, [bias.table, bias.query, bias.key]
+        case FunctionBias():
+            return "function", 0, list(bias.tensors)
+        case _:
+            return "level" if isinstance(bias, LevelBias) else "dense", 0, list(bias.sources)
+
+
+def put_together(kind: str, first: int, tensors: list[Tensor], function: Callable[..., Tensor] | None) -> Bias | None:
+    """The bias that `taken_apart` took apart."""
+    match kind:
+        case "none":
+            return None
+        case "distance":
+            table, query, key = tensors
+            return DistanceBias(table, query, key, first)
+        case "level":
+            return LevelBias(*tensors)
+        case "dense":
+            return DenseBias(*tensors)
+        case _:
+            assert function is not None
+            return FunctionBias(function, tuple(tensors))
+
+
+def _clean(call: Call) -> Call:
+    """The call with finite keys and values: in a product a weight of 0 does not stop an infinity."""
+    if bool(call.k.sum(dtype=torch.float64).isfinite() & call.v.sum(dtype=torch.float64).isfinite()):
+        return call
+    return replace(call, k=call.k.nan_to_num(0, 0, 0), v=call.v.nan_to_num(0, 0, 0))

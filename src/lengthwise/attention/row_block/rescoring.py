@@ -1,0 +1,55 @@
+"""Attention whose scores are rescored: blocks of whole rows of all heads, each recomputed in the backward pass.
+
+What rescores may hold parameters of its own, so autograd must see it: every block is a checkpoint.
+"""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lengthwise.attention.call import Call
+from lengthwise.attention.reference import softmax
+from lengthwise.attention.row_block.visible import Visible, rows_that_see
+from lengthwise.bias import EVERYTHING, Bias, DistanceBias, wide
+
+SCORES = 2**22
+"""How many scores a block may have."""
+
+
+def attend(call: Call) -> Float[Tensor, "batch head query value"]:
+    """The output, one block of rows after the other."""
+    tainted = ~(call.k.isfinite().all(-1) & call.v.isfinite().all(-1))
+    k, v = (torch.where(x.isfinite(), x, 0) if tainted.any() else x for x in (call.k, call.v))
+    count = max(1, SCORES // max(1, call.batch * call.heads * call.keys))
+    blocks = [slice(row, min(row + count, call.queries)) for row in range(0, call.queries, count)]
+    run = [
+        checkpoint(_block, call, rows, k, v, use_reentrant=False) if call.needs_grad else _block(call, rows, k, v)
+        for rows in blocks
+    ]
+    out = torch.cat(run, 2) if run else call.q.new_zeros(*call.q.shape[:3], call.v.shape[3])
+    if tainted.any():
+        seen = rows_that_see(Visible(call), tainted).repeat_interleave(call.group, 1)
+        out = out + torch.zeros_like(seen, dtype=out.dtype).masked_fill(seen, torch.nan)[..., None]
+    return out
+
+
+def _block(call: Call, rows: slice, k: Tensor, v: Tensor) -> Tensor:
+    """Some rows as the reference defines them."""
+    assert call.rescore is not None
+    mask = call.mask(rows)
+    q = wide(call.q[:, :, rows])
+    k, v = (wide(x).repeat_interleave(call.group, 1) for x in (k, v))
+    content = (call.scale * q @ k.transpose(-1, -2)).masked_fill(~mask, 0)
+    bias = torch.zeros_like(content) if call.bias is None else _rows_of(call.bias, rows).expand_as(content).masked_fill(~mask, 0)
+    scores = call.rescore(content, bias, q, mask).masked_fill(~mask, -torch.inf)
+    return (softmax(scores) @ v).to(call.dtype)
+
+
+def _rows_of(bias: Bias, rows: slice) -> Tensor:
+    """Some rows of a bias, by operations whose gradient is always summed in the same order."""
+    if not isinstance(bias, DistanceBias):
+        return bias.tile(rows, EVERYTHING)
+    index = (bias.query[:, rows, None] - bias.key[:, None] - bias.first).clamp(0, bias.table.shape[1] - 1)
+    return F.embedding(index, wide(bias.table).T).permute(0, 3, 1, 2)
