@@ -14,7 +14,7 @@ FEW = 4
 
 def suits(call: Call) -> bool:
     """Whether the rows are so few that nothing is gained by cutting them."""
-    return call.queries <= FEW and not call.needs_grad and not torch.compiler.is_compiling()
+    return not torch.compiler.is_compiling() and call.queries <= FEW and not call.needs_grad
 
 
 def attend(call: Call) -> Float[Tensor, "batch head query value"]:
