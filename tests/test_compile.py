@@ -15,7 +15,7 @@ def _forget_graphs():
 
 
 def assert_compiled_equals_eager(name: str, backend: str) -> None:
-    subject = Subject(name, length=21)
+    subject = Subject(name, backend="auto", length=21)
     layer, x = subject.layer(), subject.tokens()
     learned = dict(layer.named_parameters())
     compiled = torch.compile(layer, backend=backend, fullgraph=True)

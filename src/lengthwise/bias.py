@@ -29,13 +29,8 @@ TILES: dict[str, Callable[..., Tensor]] = {}
 
 def registered_tile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Make a tile function known by name, which `torch.compile` and `torch.export` need. A decorator."""
-    TILES[tile_name(function)] = function
+    TILES[f"{function.__module__}.{function.__qualname__}"] = function
     return function
-
-
-def tile_name(function: Callable[..., Tensor]) -> str:
-    """The name under which a tile function is registered, or would be."""
-    return f"{function.__module__}.{function.__qualname__}"
 
 
 def wide(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

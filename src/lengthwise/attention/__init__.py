@@ -9,14 +9,20 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lengthwise.attention import flex, reference, row_block, sdpa
+from lengthwise.attention import flex, native, reference, row_block, sdpa
 from lengthwise.attention.call import Call, Rescore, checked_call
 from lengthwise.attention.reference import Explanation
 from lengthwise.bias import Bias
 
-__all__ = ["BACKENDS", "Call", "Explanation", "attend", "checked_call", "choose", "explain"]
+__all__ = ["BACKENDS", "Call", "Explanation", "attend", "checked_call", "choose", "explain", "preference"]
 
-BACKENDS: dict[str, ModuleType] = {"row_block": row_block, "sdpa": sdpa, "flex": flex, "reference": reference}
+BACKENDS: dict[str, ModuleType] = {
+    "native": native,
+    "row_block": row_block,
+    "sdpa": sdpa,
+    "flex": flex,
+    "reference": reference,
+}
 """Backends by name."""
 
 
@@ -83,14 +89,33 @@ def choose(call: Call, backend: str = "auto") -> str:
     if backend != "auto" and (not isinstance(backend, str) or backend not in BACKENDS):
         known = ", ".join(map(repr, BACKENDS))
         raise ValueError(f"unknown backend {backend!r}; there are {known} and 'auto'. Leave it out for 'auto'.")
-    names = list(BACKENDS) if backend == "auto" else [backend]
+    names = preference(call) if backend == "auto" else (backend,)
     for name in names:
         if not BACKENDS[name].objections(call):
             return name
     raise NotImplementedError(_refusal(call, names))
 
 
-def _refusal(call: Call, names: list[str]) -> str:
+def preference(call: Call) -> tuple[str, ...]:
+    """The order in which "auto" asks the backends, by what benchmarks/attention.py measured on a CPU.
+
+    | call                                      | first                                                     |
+    |-------------------------------------------|-----------------------------------------------------------|
+    | no bias, no mask but causality            | sdpa, the limit of what attention can cost                |
+    | few queries without gradients (decoding)  | row_block, which makes one row of bias for one fused call |
+    | a device other than the CPU (untested)    | flex, which compiles the bias into its kernel             |
+    | everything else                           | native where it can, then row_block                       |
+    """
+    if call.bias is None and call.rescore is None and sdpa.fused(call):
+        return ("sdpa", *BACKENDS)
+    if row_block.few_rows.suits(call):
+        return ("row_block", *BACKENDS)
+    if call.q.device.type != "cpu":
+        return ("flex", *BACKENDS)
+    return ("native", "row_block", "reference", "sdpa")
+
+
+def _refusal(call: Call, names: tuple[str, ...]) -> str:
     who = f"backend {names[0]!r}" if len(names) == 1 else "no backend"
     lines = [f"{who} {'cannot' if len(names) == 1 else 'can'} take this call.", call.describe()]
     lines += [f"  {name}: {objection}" for name in names for objection in BACKENDS[name].objections(call)]

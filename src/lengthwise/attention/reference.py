@@ -44,20 +44,26 @@ def attend(call: Call) -> Float[Tensor, "batch head query value"]:
 def explain(call: Call) -> Explanation:
     """The output and what led to it, in float32 or better; only the output returns to the call's dtype."""
     clean, taint = call.contained()
-    mask = call.mask()
-    q = wide(call.q)
     k, v = (wide(x).repeat_interleave(call.group, 1) for x in (clean.k, clean.v))
-
-    content = (call.scale * q @ k.transpose(-1, -2)).masked_fill(~mask, 0)
-    bias = (
-        torch.zeros_like(content) if call.bias is None else call.bias.dense().expand_as(content).masked_fill(~mask, 0)
-    )
-    scores = content + bias if call.rescore is None else call.rescore(content, bias, q, mask)
-    scores = scores.masked_fill(~mask, -torch.inf)
-
+    content, bias, scores = scored(call, k, None if call.bias is None else call.bias.dense())
     weights = softmax(scores)
     out = (weights @ v).to(call.dtype) + taint
     return Explanation(out=out, content=content, bias=bias, scores=scores, weights=weights)
+
+
+def scored(
+    call: Call,
+    k: Float[Tensor, "batch head key dim"],
+    bias: Float[Tensor, "#batch #head row key"] | None,
+    rows: slice = slice(None),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Content, bias and scores of some rows, from keys that are finite, wide and as many as heads, and their bias."""
+    mask = call.mask(rows)
+    q = wide(call.q[:, :, rows])
+    content = (call.scale * q @ k.transpose(-1, -2)).masked_fill(~mask, 0)
+    bias = torch.zeros_like(content) if bias is None else bias.expand_as(content).masked_fill(~mask, 0)
+    scores = content + bias if call.rescore is None else call.rescore(content, bias, q, mask)
+    return content, bias, scores.masked_fill(~mask, -torch.inf)
 
 
 def softmax(scores: Float[Tensor, "*rows key"]) -> Float[Tensor, "*rows key"]:

@@ -29,18 +29,18 @@ def objections(call: Call) -> list[str]:
     """Why this backend cannot take the call; nothing if it can."""
     if call.rescore is not None:
         return ["rescore replaces the scores, which the fused kernel never shows"]
-    return [] if _fused(call) else memory.objections(call, MATRICES)
+    return [] if fused(call) else memory.objections(call, MATRICES)
 
 
 def attend(call: Call) -> Float[Tensor, "batch head query value"]:
     """The output, by the fused kernel where there is neither a bias to fill in nor a mask beyond causality."""
     clean, taint = call.contained() if call.forbids else (call, 0)
-    if call.bias is None and _fused(call):
+    if call.bias is None and fused(call):
         return _plain(clean.q, clean.k, clean.v, call) + taint
-    return (_channels(clean) if _fused(call) else _dense(clean)) + taint
+    return (_channels(clean) if fused(call) else _dense(clean)) + taint
 
 
-def _fused(call: Call) -> bool:
+def fused(call: Call) -> bool:
     """Whether the kernel needs no matrix of ours."""
     if call.bias is not None:
         return rides_in_channels(call)

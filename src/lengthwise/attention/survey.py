@@ -13,6 +13,11 @@ from lengthwise.bias import Bias, DenseBias, DistanceBias, FunctionBias, Index, 
 
 LENGTH, HEADS, DIM = 24, 2, 8
 
+COMPILED = (
+    "Under torch.compile and torch.export row_block is one node of the graph; rescore, and functions without\n"
+    "registered_tile, are the reference there. On devices other than the CPU nothing was tried."
+)
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -39,14 +44,16 @@ def survey() -> Iterator[Verdict]:
 def report() -> str:
     """Versions, and a table of verdicts with the reasons below."""
     verdicts = list(survey())
-    lines = [f"torch {torch.__version__}, {torch.get_num_threads()} threads, devices: {', '.join(_devices())}", ""]
+    where = f"torch {torch.__version__}, {torch.get_num_threads()} threads, devices: {', '.join(_devices())}"
+    lines = [where, "", "What works, forward and backward:", ""]
     width = max(len(kind) for kind in CALLS)
     lines.append(" " * width + "".join(f"  {backend:>10}" for backend in BACKENDS) + "  auto takes")
     for kind, make_call in CALLS.items():
         marks = ["yes" if v.fault is None else "no" for v in verdicts if v.kind == kind]
         lines.append(kind.ljust(width) + "".join(f"  {mark:>10}" for mark in marks) + f"  {choose(make_call())}")
     reasons = dict.fromkeys((v.backend, v.fault) for v in verdicts if v.fault)
-    return "\n".join([*lines, "", *(f"{backend}: {fault}" for backend, fault in reasons)])
+    lines += ["", *(f"{backend}: {fault}" for backend, fault in reasons), "", COMPILED]
+    return "\n".join(lines)
 
 
 def _fault(backend: str, call: Call) -> str | None:

@@ -93,14 +93,13 @@ class LevelTerm(Term):
         self.d_query[b, heads, rows] -= turned.sum(-1)
         self.d_key[b, heads, where.columns] += turned.sum(-2)
 
-    def collect_rows(self, where: Where, channels: Tensor) -> None:
+    def collect_rows(self, batch: int, heads: slice, rows: slice, channels: Tensor) -> None:
         """From sum_j d_scores and sum_j d_scores (key - ref) over the far keys."""
         if self.reach is None:
             return
         d_bias, d_level = channels.unbind(-1)
-        b, heads, rows = where.batch, where.absolute, where.rows
-        self.d_slope[b, heads, rows] += d_level - self.reach * d_bias
-        self.d_query[b, heads, rows] -= _at(self.slope, b, heads)[:, rows] * d_bias
+        self.d_slope[batch, heads, rows] += d_level - self.reach * d_bias
+        self.d_query[batch, heads, rows] -= _at(self.slope, batch, heads)[:, rows] * d_bias
         self.reach = None
 
     def collect_keys(self, batch: int, heads: slice, channel: Tensor) -> None:

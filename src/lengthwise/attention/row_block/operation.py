@@ -1,20 +1,21 @@
-"""One call of attention as tensors and plain values, and what runs inside the operators."""
+"""What runs inside the operators: keys and values made finite, a term for the bias, far keys left out, the tiles."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lengthwise.attention.call import Call
+from lengthwise.attention.row_block.backward import backward
 from lengthwise.attention.row_block.distance_terms import distance_term
+from lengthwise.attention.row_block.far_keys import first_keys, share_skipped
+from lengthwise.attention.row_block.forward import forward
 from lengthwise.attention.row_block.level_term import LevelTerm
-from lengthwise.attention.row_block.skipping import first_keys, share_skipped
 from lengthwise.attention.row_block.terms import Term
 from lengthwise.attention.row_block.tile_terms import DenseTerm, FunctionTerm
-from lengthwise.attention.row_block.tiles import Engine, sizes
+from lengthwise.attention.row_block.tiles import Tiles, sizes
 from lengthwise.attention.row_block.visible import Visible, rows_that_see
-from lengthwise.bias import Bias, DenseBias, DistanceBias, FunctionBias, LevelBias, wide
+from lengthwise.bias import DenseBias, DistanceBias, FunctionBias, LevelBias, wide
 
 
 def run_forward(call: Call, *, skip: bool) -> tuple[Tensor, Tensor]:
@@ -22,7 +23,7 @@ def run_forward(call: Call, *, skip: bool) -> tuple[Tensor, Tensor]:
     clean = _clean(call)
     visible = Visible(clean)
     term = make_term(visible)
-    out, lse = Engine(clean, term, _firsts(visible, term) if skip else None).forward()
+    out, lse = forward(Tiles(visible, term, _firsts(visible, term) if skip else None))
     if clean is not call:
         tainted = ~(call.k.isfinite().all(-1) & call.v.isfinite().all(-1))
         seen = rows_that_see(visible, tainted).repeat_interleave(call.group, 1)
@@ -36,10 +37,10 @@ def run_backward(call: Call, d_out: Tensor, out: Tensor, lse: Tensor, *, skip: b
     visible = Visible(clean)
     if clean is not call:
         # The output holds NaN for rows that saw what is not finite; the gradient is that of the finite rest.
-        out, lse = Engine(clean, make_term(visible), None).forward()
+        out, lse = forward(Tiles(visible, make_term(visible), None))
     term = make_term(visible)
     firsts = _firsts(visible, term, d_out, out, lse) if skip else None
-    d_q, d_k, d_v = Engine(clean, term, firsts).backward(d_out, out, lse)
+    d_q, d_k, d_v = backward(Tiles(visible, term, firsts), d_out, out, lse)
     if call.group > 1:
         d_k, d_v = (x.unflatten(1, (-1, call.group)).sum(2) for x in (d_k, d_v))
     if clean is not call:
@@ -72,36 +73,6 @@ def make_term(visible: Visible) -> Term:
             return DenseTerm(call.bias, dtype)
         case _:
             return Term()
-
-
-def taken_apart(bias: Bias | None) -> tuple[str, int, list[Tensor]]:
-    """A bias as plain values: its kind, the first distance, its tensors."""
-    match bias:
-        case None:
-            return "none", 0, []
-        case DistanceBias():
-            return "distance", bias.first, [bias.table, bias.query, bias.key]
-        case FunctionBias():
-            return "function", 0, list(bias.tensors)
-        case _:
-            return "level" if isinstance(bias, LevelBias) else "dense", 0, list(bias.sources)
-
-
-def put_together(kind: str, first: int, tensors: list[Tensor], function: Callable[..., Tensor] | None) -> Bias | None:
-    """The bias that `taken_apart` took apart."""
-    match kind:
-        case "none":
-            return None
-        case "distance":
-            table, query, key = tensors
-            return DistanceBias(table, query, key, first)
-        case "level":
-            return LevelBias(*tensors)
-        case "dense":
-            return DenseBias(*tensors)
-        case _:
-            assert function is not None
-            return FunctionBias(function, tuple(tensors))
 
 
 def _clean(call: Call) -> Call:

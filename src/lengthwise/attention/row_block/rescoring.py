@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lengthwise.attention.call import Call
-from lengthwise.attention.reference import softmax
+from lengthwise.attention.reference import scored, softmax
 from lengthwise.attention.row_block.visible import Visible, rows_that_see
 from lengthwise.bias import EVERYTHING, Bias, DistanceBias, wide
 
@@ -37,13 +37,8 @@ def attend(call: Call) -> Float[Tensor, "batch head query value"]:
 
 def _block(call: Call, rows: slice, k: Tensor, v: Tensor) -> Tensor:
     """Some rows as the reference defines them."""
-    assert call.rescore is not None
-    mask = call.mask(rows)
-    q = wide(call.q[:, :, rows])
     k, v = (wide(x).repeat_interleave(call.group, 1) for x in (k, v))
-    content = (call.scale * q @ k.transpose(-1, -2)).masked_fill(~mask, 0)
-    bias = torch.zeros_like(content) if call.bias is None else _rows_of(call.bias, rows).expand_as(content).masked_fill(~mask, 0)
-    scores = call.rescore(content, bias, q, mask).masked_fill(~mask, -torch.inf)
+    *_, scores = scored(call, k, None if call.bias is None else _rows_of(call.bias, rows), rows)
     return (softmax(scores) @ v).to(call.dtype)
 
 

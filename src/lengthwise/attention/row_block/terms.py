@@ -17,8 +17,10 @@ LOG2E = 1.4426950408889634
 
 @dataclass(frozen=True)
 class Where:
-    """One tile: a run among some heads of one sequence, some rows, some columns; `far` if all keys lie behind all rows
-    and the term's own channels carry the bias."""
+    """One tile: a run among some heads of one sequence, some rows, some columns.
+
+    `far` if all its keys lie behind all its rows and the channels of q and k carry the bias.
+    """
 
     batch: int
     heads: slice
@@ -79,7 +81,7 @@ class Term:
         """Set the channels for the far keys of a block of rows; False if they cannot carry this bias."""
         return False
 
-    def collect_rows(self, where: Where, channels: Tensor) -> None:
+    def collect_rows(self, batch: int, heads: slice, rows: slice, channels: Tensor) -> None:
         """Take in the gradient of the queries' channels for a block of rows."""
 
     def collect_keys(self, batch: int, heads: slice, channel: Tensor) -> None:

@@ -1,12 +1,8 @@
-"""Attention in tiles: a block of rows meets a span of keys, forward and backward, and nothing larger is ever alive.
+"""A call cut in tiles: a block of rows meets a span of keys, and nothing larger is ever alive.
 
-    scores  = scale q k^T + bias - shift      one product: the shift, and a level's bias, ride in extra channels
-    weights = 2^scores                        all scores are in units of log 2, because exp2 is the cheaper of the two
-    out     = weights v / sum(weights)
+    scores = scale q k^T + bias - shift      one product: the shift, and a level's bias, ride in extra channels
 
-The shift is a row's score on itself, known beforehand: any number will do that keeps 2^scores within float32's range.
-Rows for which it did not are done again with their largest score, and only those, so that no row depends on a later
-one. Backward the shift is the log-sum-exp, and the same product gives the weights themselves.
+All scores are in units of log 2, because exp2 is cheaper than exp.
 """
 
 import math
@@ -24,9 +20,6 @@ from lengthwise.bias import wide
 
 ROWS, COLUMNS, HEADS = 128, 512, 6
 """The largest tile: HEADS times ROWS x COLUMNS scores, small enough for the cache, large enough for the product."""
-
-SMALLEST_SUM = 2.0**-100
-"""A sum of weights below it may have lost some to underflow."""
 
 Firsts = list[list[list[int]]] | None
 """The first key that is kept, by sequence, head and block of rows; None keeps all."""
@@ -48,118 +41,35 @@ class Part:
         return self.q.shape[2] - 2
 
 
-class Engine:
+@dataclass(frozen=True)
+class Block:
+    """Some rows, and their number among the blocks."""
+
+    index: int
+    rows: slice
+
+
+class Tiles:
     """One call, cut in tiles."""
 
-    def __init__(self, call: Call, term: Term, firsts: Firsts) -> None:
-        self.call, self.term, self.firsts = call, term, firsts
-        self.visible = Visible(call)
+    def __init__(self, visible: Visible, term: Term, firsts: Firsts) -> None:
+        self.call, self.visible, self.term, self.firsts = visible.call, visible, term, firsts
+        call = self.call
         self.dtype, self.device = wide(call.q).dtype, call.q.device
         self.rows, self.columns, self.heads = sizes(call, whole=term.whole)
         tile = self.heads * min(self.rows, call.queries) * min(self.columns, call.keys)
         self.first, self.second = (torch.empty(tile, dtype=self.dtype, device=self.device) for _ in range(2))
 
-    def forward(self) -> tuple[Tensor, Tensor]:
-        """The output, and the log-sum-exp of every row in units of log 2; inf where a row sees nothing."""
-        call = self.call
-        out = torch.zeros(call.batch, call.heads, call.queries, call.v.shape[3], dtype=self.dtype, device=self.device)
-        lse = torch.full(out.shape[:3], math.inf, dtype=self.dtype, device=self.device)
-        for parts in self._bundles():
-            shifts = [own_scores(self.visible, self.term, part) for part in parts]
-            for index, rows in enumerate(row_blocks(call, self.rows)):
-                asked = [shift[:, rows] for shift in shifts]
-                found = self._rows_forward(parts, index, rows, asked)
-                for part, shift, (sums, block) in zip(parts, asked, found, strict=True):
-                    good = (sums > SMALLEST_SUM) & (sums < math.inf) & block.isfinite().all(-1)
-                    if not good.all():
-                        shift, sums, block = self._again(part, index, rows, good, (shift, sums, block))
-                    dead = sums == 0
-                    lse[part.batch, part.heads, rows] = (shift + sums.log2()).masked_fill(dead, math.inf)
-                    out[part.batch, part.heads, rows] = block / sums.masked_fill(dead, 1)[..., None]
-        return out, lse
+    def zeros(self, *shape: int) -> Tensor:
+        """Zeros in the precision that everything is computed in."""
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
-    def _rows_forward(
-        self, parts: list[Part], index: int, rows: slice, shifts: list[Tensor]
-    ) -> list[tuple[Tensor, Tensor]]:
-        """The sum of weights and the weighted sum of values for a block of rows of every part."""
-        asked = [self._queries(part, rows, shift) for part, shift in zip(parts, shifts, strict=True)]
-        sums = [torch.zeros(q.shape[:2], dtype=self.dtype, device=self.device) for q in asked]
-        blocks = [q.new_zeros(*q.shape[:2], self.call.v.shape[3]) for q in asked]
-        for i, where in self._visits(parts, index, rows, asked):
-            weights = self._scores(parts[i], where, asked[i]).exp2_()
-            heads = where.run
-            sums[i][heads] += weights.sum(-1)
-            blocks[i][heads].baddbmm_(weights, parts[i].v[heads, where.columns, :-1])
-        if self.term.flip:
-            return [(total.flip(1), block.flip(1)) for total, block in zip(sums, blocks, strict=True)]
-        return list(zip(sums, blocks, strict=True))
+    def blocks(self) -> Iterator[Block]:
+        """The rows in blocks."""
+        for index, row in enumerate(range(0, self.call.queries, self.rows)):
+            yield Block(index, slice(row, min(row + self.rows, self.call.queries)))
 
-    def _again(
-        self, part: Part, index: int, rows: slice, good: Tensor, fast: tuple[Tensor, Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The rows that are not good done again, shifted by their largest score; the others as they were."""
-        asked = self._queries(part, rows, torch.zeros_like(fast[0]))
-        peak = torch.full_like(fast[0], -math.inf)
-        for _, where in self._visits([part], index, rows, [asked]):
-            heads = where.run
-            largest = self._scores(part, where, asked).amax(-1)
-            peak[heads] = torch.maximum(peak[heads], largest.flip(1) if self.term.flip else largest)
-        shift = peak.masked_fill(peak == -math.inf, 0)
-        ((sums, block),) = self._rows_forward([part], index, rows, [shift])
-        return tuple(
-            torch.where(good if x.ndim == 2 else good[..., None], x, y)
-            for x, y in zip(fast, (shift, sums, block), strict=True)
-        )  # type: ignore[return-value]
-
-    def backward(self, d_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of q, k and v, per head even where heads share keys; the term has its own."""
-        call, term = self.call, self.term
-        d_q = torch.zeros(call.q.shape, dtype=self.dtype, device=self.device)
-        d_k, d_v = (
-            torch.zeros(call.batch, call.heads, *x.shape[2:], dtype=self.dtype, device=self.device)
-            for x in (call.k, call.v)
-        )
-        wide_grad = term.channel_grad
-        for parts in self._bundles():
-            keys = [torch.zeros_like(part.k) if wide_grad else d_k[part.batch, part.heads] for part in parts]
-            for index, rows in enumerate(row_blocks(call, self.rows)):
-                asked = [self._queries(part, rows, lse[part.batch, part.heads, rows]) for part in parts]
-                above = [self._upstream(part, rows, d_out, out) for part in parts]
-                found = [
-                    torch.zeros_like(q if wide_grad else q[..., : part.dim])
-                    for q, part in zip(asked, parts, strict=True)
-                ]
-                for i, where in self._visits(parts, index, rows, asked):
-                    part, heads, columns = parts[i], where.run, where.columns
-                    weights = self._scores(part, where, asked[i])
-                    weights.exp2_()
-                    up = above[i][heads]
-                    # Products go to contiguous memory first: only then does a batch of them run as one.
-                    d_v[part.batch, part.heads][heads, columns] += torch.bmm(weights.transpose(1, 2), up[..., :-1])
-                    d_weights = self._buffer(self.second, where)
-                    torch.bmm(up, part.v[heads, columns].transpose(1, 2), out=d_weights)
-                    d_scores = term.landing(weights)
-                    torch.mul(weights, d_weights, out=d_scores)
-                    width = part.dim + 2 if wide_grad and where.far else part.dim
-                    found[i][heads, :, :width] += torch.bmm(d_scores, part.k[heads, columns, :width])
-                    keys[i][heads, columns, :width] += torch.bmm(d_scores.transpose(1, 2), asked[i][heads, :, :width])
-                    term.collect(where, d_scores)
-                for part, block in zip(parts, found, strict=True):
-                    d_q[part.batch, part.heads, rows] = (
-                        block[..., : part.dim].flip(1) if term.flip else block[..., : part.dim]
-                    )
-                    if wide_grad:
-                        term.collect_rows(
-                            Where(part.batch, part.heads, slice(0, block.shape[0]), rows, rows, True),
-                            block[..., part.dim :],
-                        )
-            for part, found_keys in zip(parts, keys, strict=True):
-                if wide_grad:
-                    d_k[part.batch, part.heads] = found_keys[..., : part.dim]
-                    term.collect_keys(part.batch, part.heads, found_keys[..., part.dim + 1])
-        return d_q.mul_(call.scale), d_k.div_(LOG2E), d_v
-
-    def _bundles(self) -> Iterator[list[Part]]:
+    def bundles(self) -> Iterator[list[Part]]:
         """Parts that share their tiles: all sequences where a tile is dear, else one part at a time."""
         call = self.call
         groups = [slice(head, min(head + self.heads, call.heads)) for head in range(0, call.heads, self.heads)]
@@ -181,65 +91,66 @@ class Engine:
         q = torch.cat([q * (call.scale * LOG2E), zero, zero if slope is None else slope[..., None]], -1)
         return Part(batch, heads, q, torch.cat([k, one, torch.zeros_like(one)], -1), torch.cat([v, one], -1))
 
-    def _queries(self, part: Part, rows: slice, shift: Tensor) -> Tensor:
+    def turned(self, x: Float[Tensor, "head row *rest"]) -> Float[Tensor, "head row *rest"]:
+        """A block of rows from the order of the call into that of the tiles, or back."""
+        return x.flip(1) if self.term.flip else x
+
+    def queries(self, part: Part, rows: slice, shift: Tensor) -> Tensor:
         """A block of queries that carries its shift, backwards in time where the term wants it so."""
         q = part.q[:, rows].clone()
         q[..., part.dim] = -shift
-        return q.flip(1) if self.term.flip else q
+        return self.turned(q)
 
-    def _upstream(self, part: Part, rows: slice, d_out: Tensor, out: Tensor) -> Tensor:
-        """d_out, and in one more channel what the softmax takes from every weight's gradient: -d_out . out."""
-        up = wide(d_out[part.batch, part.heads, rows])
-        up = torch.cat([up, -(up * wide(out[part.batch, part.heads, rows])).sum(-1, keepdim=True)], -1)
-        return up.flip(1) if self.term.flip else up
-
-    def _visits(self, parts: list[Part], index: int, rows: slice, asked: list[Tensor]) -> Iterator[tuple[int, Where]]:
+    def visits(self, parts: list[Part], block: Block, asked: list[Tensor]) -> Iterator[tuple[int, Where]]:
         """Every tile of a block of rows, nearest keys first: the part's number and the place."""
-        batches = slice(parts[0].batch, parts[-1].batch + 1)
-        low, high = self.visible.span(batches, rows)
+        low, high = self._span(parts, block)
+        own = max(low, min(high, self.visible.slots(block.rows)[0])) if self.term.splits else high
+        for columns in self._columns(own, high):
+            for i, part in enumerate(parts):
+                yield from ((i, where) for where in self._runs(part, block, columns, far=False))
+        far = False
+        if low < own and self.term.splits:
+            ((part, q),) = zip(parts, asked, strict=True)
+            shift, level = q[..., part.dim], part.k[..., part.dim + 1]
+            far = self.term.aim(part.batch, part.heads, block.rows, slice(low, own), shift, level)
+        for columns in self._columns(low, own):
+            for i, part in enumerate(parts):
+                yield from ((i, where) for where in self._runs(part, block, columns, far=far))
+
+    def _span(self, parts: list[Part], block: Block) -> tuple[int, int]:
+        """The keys that a block of rows has to visit, from and up to."""
+        low, high = self.visible.span(slice(parts[0].batch, parts[-1].batch + 1), block.rows)
         if self.firsts is not None:
             (part,) = parts
-            low = max(
-                low, min(self.firsts[part.batch][head][index] for head in range(part.heads.start, part.heads.stop))
-            )
-        own = max(low, min(high, self.visible.slots(rows)[0])) if self.term.splits else high
-        near = [slice(max(own, at - self.columns), at) for at in range(high, own, -self.columns)]
-        far = [slice(max(low, at - self.columns), at) for at in range(own, low, -self.columns)]
-        for columns in near:
-            for i, part in enumerate(parts):
-                yield from ((i, where) for where in self._runs(part, index, rows, columns, False))
-        behind = False
-        if far and self.term.splits:
-            ((part, q),) = zip(parts, asked, strict=True)
-            behind = self.term.aim(
-                part.batch, part.heads, rows, slice(low, own), q[..., part.dim], part.k[..., part.dim + 1]
-            )
-        for columns in far:
-            for i, part in enumerate(parts):
-                yield from ((i, where) for where in self._runs(part, index, rows, columns, behind))
+            low = max(low, min(firsts[block.index] for firsts in self.firsts[part.batch][part.heads]))
+        return low, high
 
-    def _runs(self, part: Part, index: int, rows: slice, columns: slice, far: bool) -> Iterator[Where]:
+    def _columns(self, low: int, high: int) -> list[slice]:
+        """The keys from low up to high as spans, the nearest first."""
+        return [slice(max(low, at - self.columns), at) for at in range(high, low, -self.columns)]
+
+    def _runs(self, part: Part, block: Block, columns: slice, *, far: bool) -> Iterator[Where]:
         """The neighbouring heads that keep something of a span of keys, together."""
         count = part.heads.stop - part.heads.start
         if self.firsts is None:
-            yield Where(part.batch, part.heads, slice(0, count), rows, columns, far)
+            yield Where(part.batch, part.heads, slice(0, count), block.rows, columns, far)
             return
-        firsts = [self.firsts[part.batch][part.heads.start + head][index] for head in range(count)]
+        firsts = [of_head[block.index] for of_head in self.firsts[part.batch][part.heads]]
         head = 0
         while head < count:
             stop = head
             while stop < count and firsts[stop] < columns.stop:
                 stop += 1
             if stop > head:
-                begin = max(columns.start, min(firsts[head:stop]))
-                yield Where(part.batch, part.heads, slice(head, stop), rows, slice(begin, columns.stop), far)
+                kept = slice(max(columns.start, min(firsts[head:stop])), columns.stop)
+                yield Where(part.batch, part.heads, slice(head, stop), block.rows, kept, far)
             head = stop + 1
 
-    def _scores(self, part: Part, where: Where, q: Tensor) -> Tensor:
-        """A tile of scores, less the shift that the queries carry."""
+    def scores(self, part: Part, where: Where, q: Tensor) -> Float[Tensor, "head row column"]:
+        """A tile of scores, less the shift that the queries carry; it lives until the next is asked for."""
         width = part.dim + (2 if where.far else 1)
         q, k = q[where.run, :, :width], part.k[where.run, where.columns, :width].transpose(1, 2)
-        scores = self._buffer(self.first, where)
+        scores = buffer(self.first, where)
         bias = self.term.tile(where)
         may = self.visible.mask(part.batch, where.rows, where.columns, order=not self.term.knows_order)
         if may is not None:
@@ -250,25 +161,12 @@ class Engine:
             return torch.bmm(q, k, out=scores)
         return torch.baddbmm(bias, q, k, out=scores)
 
-    def _buffer(self, flat: Tensor, where: Where) -> Tensor:
-        shape = where.shape
-        return flat[: math.prod(shape)].view(shape)
+
+def buffer(flat: Tensor, where: Where) -> Float[Tensor, "head row column"]:
+    """The beginning of a flat piece of memory in the shape of a tile."""
+    return flat[: math.prod(where.shape)].view(where.shape)
 
 
 def sizes(call: Call, *, whole: bool) -> tuple[int, int, int]:
     """Rows, columns and heads of a tile."""
     return (ROWS, max(COLUMNS // 2, 1), call.heads) if whole else (ROWS, COLUMNS, min(HEADS, call.heads))
-
-
-def row_blocks(call: Call, rows: int) -> list[slice]:
-    """The rows in blocks."""
-    return [slice(row, min(row + rows, call.queries)) for row in range(0, call.queries, rows)]
-
-
-def own_scores(visible: Visible, term: Term, part: Part) -> Float[Tensor, "head query"]:
-    """Every row's score on the key in its own slot, in units of log 2; on the nearest key where there is none."""
-    call = visible.call
-    slots = torch.arange(visible.start, visible.start + call.queries, device=call.q.device).clamp(0, call.keys - 1)
-    content = (part.q[..., : part.dim] * part.k[:, slots, : part.dim]).sum(-1)
-    bias = term.diagonal(part.batch, part.heads, slots)
-    return content if bias is None else content + bias

@@ -16,6 +16,8 @@ own rows contribute to d_k and d_v. The gradient of a table is compared as a who
 All comparisons are written so that NaN and infinity mean keep, and no bound looks at a key that comes after the row.
 """
 
+import math
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -25,8 +27,8 @@ from lengthwise.attention.row_block.terms import LOG2E, Term
 from lengthwise.attention.row_block.visible import Visible
 from lengthwise.bias import wide
 
-SMALL = 2.0**-25
-"""Half a unit in the last place of float32."""
+SMALL = 0.25
+"""In units of the precision's eps: half a unit in the last place of a number just below 1, 2^-25 in float32."""
 
 WIDTH = 64
 """How many keys are bounded together, at least."""
@@ -45,13 +47,13 @@ def first_keys(
 ) -> list[list[list[int]]] | None:
     """The first key to visit, by sequence, head and block of rows; None if none can be left out."""
     call = visible.call
-    if (
-        not call.causal
-        or term.fall * LOG2E < 24
-        or call.queries == 0
-        or visible.start < 0
-        or visible.start + call.queries > call.keys
-    ):
+    outside = visible.start < 0 or visible.start + call.queries > call.keys
+    if not call.causal or call.queries == 0 or outside:
+        return None
+    eps = torch.finfo(wide(call.q).dtype).eps
+    small = SMALL * eps
+    if term.fall * LOG2E < -math.log2(eps / 2):
+        # So little hardly ever makes a weight small enough: the bounds would cost more than they save.
         return None
     width = WIDTH * max(1, call.keys // (64 * WIDTH))
     count = min(call.keys, visible.start + call.queries - 1) // width
@@ -62,14 +64,14 @@ def first_keys(
     step = max(1, BOUNDS // (call.batch * call.heads * rows * count)) * rows
     parts = [slice(row, min(row + step, call.queries)) for row in range(0, call.queries, step)]
     if d_out is None or out is None or lse is None:
-        good = torch.cat([sides.forward(part, rows) for part in parts], 2)
+        good = torch.cat([sides.losses(part, rows) for part in parts], 2) <= small
     else:
         way = _Backward(sides, d_out, out, lse)
         found = [way.losses(part, rows) for part in parts]
-        good = torch.cat([row for row, _ in found], 2)
+        good = torch.cat([row for row, _ in found], 2) <= small
         # A block of keys loses to this block of rows and to all behind it.
         lost = torch.cat([key for _, key in found], 3).flip(3).cumsum(3).flip(3)
-        good = good & (lost <= SMALL * way.kept[:, :, :, None]).all(0)
+        good = good & (lost <= small * way.kept[:, :, :, None]).all(0)
     behind = torch.arange(1, count + 1, device=good.device) * width
     begin = visible.start + rows * torch.arange(blocks, device=good.device)
     good = good & (behind <= begin[:, None])
@@ -108,11 +110,11 @@ class _Sides:
         """The largest score that a row can have in a block of keys."""
         return torch.addcmul(self.term.ceiling(part, self.width, self.count), self.q[:, :, part, None], self.k)
 
-    def forward(self, part: slice, rows: int) -> Tensor:
-        """Whether the blocks up to each may go, by block of rows."""
+    def losses(self, part: slice, rows: int) -> Tensor:
+        """What rows would lose with the blocks up to each, relative to what they keep, by block of rows."""
         lost = self.upper(part).sub_(self.own[:, :, part, None]).exp2_().mul_(self.keys)
         lost.mul_((self.v / self.own_v[:, :, part, None]).clamp_(min=1))
-        return _largest(lost.cumsum(-1), rows) <= SMALL
+        return _largest(lost.cumsum(-1), rows)
 
 
 class _Backward:
@@ -136,18 +138,17 @@ class _Backward:
         return self.sides._blocks(of_keys).amax(-1)
 
     def losses(self, part: slice, rows: int) -> tuple[Tensor, Tensor]:
-        """Whether rows can spare the blocks up to each, and what every block of keys would lose, by block of rows."""
+        """The same for the backward pass, and what every block of keys would lose, by block of rows."""
         sides = self.sides
+        q, lse, up, drop, row = (x[:, :, part, None] for x in (sides.q, self.lse, self.up, self.drop, self.row))
         bias = sides.term.ceiling(part, sides.width, sides.count)
-        share = torch.exp2(torch.addcmul(bias, sides.q[:, :, part, None], sides.k).sub_(self.lse[:, :, part, None]))
-        up, drop = self.up[:, :, part, None], self.drop[:, :, part, None]
+        share = torch.addcmul(bias, q, sides.k).sub_(lse).exp2_()
         lost = share * (up * sides.v + drop)
         # The slope's gradient is larger the further away a key is: by the bias itself, relative to the slope.
         of_row = lost * sides.keys * (sides.k / sides.own_k[:, :, part, None]).clamp(min=1) * (1 - bias.clamp(max=0))
-        good = _largest(of_row.cumsum(-1) / self.row[:, :, part, None], rows) <= SMALL
-        idle = _largest(self.up[:, :, part, None], rows) == 0
+        of_row = _largest(of_row.cumsum(-1) / row, rows).masked_fill(_largest(up, rows) == 0, 0)
         of_keys = [share * up, *(lost * factor[:, :, part, None] for factor in self.factors[1:])]
-        return good | idle, torch.stack([_total(x, rows) for x in of_keys])
+        return of_row, torch.stack([_total(x, rows) for x in of_keys])
 
 
 def _largest(x: Tensor, rows: int) -> Tensor:

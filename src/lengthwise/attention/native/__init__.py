@@ -1,0 +1,128 @@
+"""The same tiles as row_block in one C++ kernel, compiled on first use where there is a compiler: CPU, eager mode.
+
+It takes the kinds whose bias is one number per distance or per token, and masks that leave every query an interval of
+keys: causality, windows, padding at the ends, packed documents. Everything else is row_block's.
+"""
+
+import ctypes
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lengthwise.attention import row_block
+from lengthwise.attention.call import Call
+from lengthwise.attention.native import build
+from lengthwise.attention.native.problem import KINDS, Problem, holes, make_problem, padded, strip_columns
+from lengthwise.attention.row_block.distance_terms import slot_offsets
+from lengthwise.attention.row_block.visible import Visible
+from lengthwise.bias import DistanceBias, LevelBias
+
+
+def objections(call: Call) -> list[str]:
+    """Why this backend cannot take the call; nothing if it can."""
+    if torch.compiler.is_compiling():
+        return ["a compiled graph takes row_block, which it sees as one node"]
+    if call.q.device.type != "cpu":
+        return ["its kernel is for the CPU"]
+    if call.dtype == torch.float64:
+        return ["its kernel computes in float32"]
+    if call.rescore is not None or type(call.bias) not in KINDS:
+        return ["it knows tables of distances and levels of tokens, nothing else"]
+    if holes(call):
+        return ["padding or documents leave a query more than one interval of keys"]
+    if isinstance(call.bias, DistanceBias) and slot_offsets(call.bias, Visible(call)) is None:
+        return ["positions have gaps, so that distances do not follow the slots"]
+    if fault := build.fault():
+        return [f"there is no kernel here: {fault}"]
+    return []
+
+
+def attend(call: Call) -> Float[Tensor, "batch head query value"]:
+    """The output, with gradients for everything that is learned."""
+    clean, taint = call, None
+    if call.forbids and not bool((call.k.sum(dtype=torch.float64) + call.v.sum(dtype=torch.float64)).isfinite()):
+        clean, taint = call.contained()
+    sources = () if call.bias is None else call.bias.sources
+    out = _Attention.apply(clean, row_block.skips(), clean.q, clean.k, clean.v, *sources)
+    return out if taint is None else out + taint
+
+
+def skipped_share(call: Call) -> float:
+    """How much of the work that the masks leave is left out, 0 to 1."""
+    visited = [_forward(call, skip=skip)[1]["visited"].sum() for skip in (True, False)]
+    return 1 - float(visited[0]) / max(1, int(visited[1]))
+
+
+def _run(problem: Problem, function: str) -> None:
+    getattr(build.library(), function)(ctypes.byref(problem.record()))
+
+
+def _forward(call: Call, *, skip: bool) -> tuple[Problem, dict[str, Tensor]]:
+    q, k, v = (padded(x.detach()) for x in (call.q, call.k, call.v))
+    problem = make_problem(call, q, k, v, learned=False, skip=skip)
+    found = {
+        "out": q.new_empty(*q.shape[:3], v.shape[3]),
+        "lse": q.new_empty(q.shape[:3]),
+        "visited": torch.zeros(q.shape[:2], dtype=torch.int64),
+    }
+    problem.arrays |= found
+    _run(problem, "lengthwise_forward")
+    return problem, found
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: Call, skip: bool, q: Tensor, k: Tensor, v: Tensor, *sources: Tensor) -> Tensor:
+        problem, found = _forward(call, skip=skip)
+        ctx.call, ctx.skip, ctx.problem = call, skip, problem
+        ctx.save_for_backward(q, k, v, *sources)
+        return found["out"][..., : v.shape[3]].to(q.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
+        call, problem = ctx.call, ctx.problem
+        q, k, v, *sources = ctx.saved_tensors
+        shape = (call.batch, call.heads)
+        arrays = problem.arrays
+        found = {
+            "d_q": torch.zeros_like(arrays["q"]),
+            "d_k": arrays["k"].new_zeros(*shape, *arrays["k"].shape[2:]),
+            "d_v": arrays["v"].new_zeros(*shape, *arrays["v"].shape[2:]),
+        }
+        learned = any(ctx.needs_input_grad[5:])
+        if learned and isinstance(call.bias, DistanceBias):
+            found["d_strip"] = arrays["strip"].new_zeros(*shape, arrays["strip"].shape[2])
+        elif learned:
+            found["d_slope"] = arrays["q"].new_zeros(*shape, call.queries)
+            found["d_query_level"] = torch.zeros(*shape, call.queries, dtype=torch.float64)
+            found["d_key_level"] = torch.zeros(*shape, call.keys, dtype=torch.float64)
+        problem.counts["learned"] = int(learned)
+        problem.arrays = arrays | found | {"d_out": padded(d_out)}
+        _run(problem, "lengthwise_backward")
+        d_q, d_k, d_v = (found[name][..., : x.shape[3]] for name, x in (("d_q", q), ("d_k", k), ("d_v", v)))
+        if call.group > 1:
+            d_k, d_v = (x.unflatten(1, (-1, call.group)).sum(2) for x in (d_k, d_v))
+        of_bias = _of_bias(call, found) if learned else [None] * len(sources)
+        return None, None, d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), *of_bias
+
+
+def _of_bias(call: Call, found: dict[str, Tensor]) -> list[Tensor]:
+    """The gradients of a table, or of levels and slopes, from what the kernel collected for every head."""
+    if isinstance(call.bias, DistanceBias):
+        columns = strip_columns(call, call.bias)
+        d_table = torch.zeros(call.bias.table.shape)
+        for rows, batch in zip(columns, _by(columns.shape[0], found["d_strip"]), strict=True):
+            d_table.index_add_(1, rows, batch)
+        return [d_table.to(call.bias.table.dtype)]
+    bias = call.bias
+    assert isinstance(bias, LevelBias)
+    names = ("d_query_level", "d_key_level", "d_slope")
+    return [found[n].sum_to_size(x.shape).to(x.dtype) for n, x in zip(names, bias.sources, strict=True)]
+
+
+def _by(batches: int, d_strip: Tensor) -> Tensor:
+    """Sequences that share a strip added up."""
+    return d_strip.sum(0, keepdim=True) if batches == 1 else d_strip

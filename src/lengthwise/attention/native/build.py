@@ -1,0 +1,62 @@
+"""kernel.cpp compiled on first use, kept by the hash of its text and of the compiler, and never required."""
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("kernel.cpp")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-pthread")
+log = logging.getLogger(__name__)
+
+
+@cache
+def fault() -> str | None:
+    """Why there is no kernel on this machine; None if there is one."""
+    try:
+        library()
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
+    return None
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The compiled kernel; an OSError if this machine cannot have one."""
+    compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
+    if compiler is None:
+        raise OSError("there is no C++ compiler (c++, g++ or clang++) on the path")
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    # The machine's own instructions are used, so a folder shared by several machines holds one kernel for each.
+    text = "\n".join((version, " ".join(FLAGS), _processor(), SOURCE.read_text()))
+    target = _folder() / f"kernel-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
+    if not target.exists():
+        _compile(compiler, target)
+    return ctypes.CDLL(str(target))
+
+
+def _compile(compiler: str, target: Path) -> None:
+    """Into a file of its own first, so that another process never loads half a kernel."""
+    log.info("compiling the attention kernel with %s, once", compiler)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made = Path(folder) / "kernel.so"
+        done = subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(made)], capture_output=True, text=True)
+        if done.returncode:
+            raise OSError(f"{compiler} could not compile the kernel: {done.stderr.strip()[:300]}")
+        os.replace(made, target)
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lengthwise"
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line for line in lines if line.startswith("flags")), "")

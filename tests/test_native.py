@@ -1,0 +1,112 @@
+"""The C++ kernel: what it takes, that it is never required, and that its skipping changes nothing that matters."""
+
+import pytest
+import torch
+
+import lengthwise as lw
+from lengthwise.attention import choose, native, reference, row_block
+from lengthwise.attention.native import build
+
+HEADS, DIM, LENGTH = 3, 16, 700
+POSITIONS = torch.arange(LENGTH)
+needs_kernel = pytest.mark.skipif(build.fault() is not None, reason=f"no kernel here: {build.fault()}")
+
+
+def make_call(bias: lw.Bias | None = None, **options) -> lw.attention.Call:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, HEADS, LENGTH, DIM, generator=generator)
+    return lw.checked_call(q, k, v, bias=bias, **options)
+
+
+def steep() -> lw.LevelBias:
+    level = POSITIONS.double()[None, None]
+    return lw.LevelBias(level, level, torch.tensor([0.5, 0.001, 2.0]).view(1, HEADS, 1))
+
+
+def test_without_a_compiler_row_block_takes_the_call(monkeypatch):
+    monkeypatch.setattr(build, "fault", lambda: "there is no C++ compiler")
+    call = make_call(steep())
+    assert native.objections(call) == ["there is no kernel here: there is no C++ compiler"]
+    assert choose(call) == "row_block"
+
+
+@needs_kernel
+def test_what_is_no_interval_of_keys_is_left_to_row_block():
+    striped = torch.arange(LENGTH)[None] % 2
+    for options in ({"key_mask": striped.bool()}, {"documents": striped}):
+        assert "more than one interval" in native.objections(make_call(steep(), **options))[0]
+    gaps = 3 * POSITIONS + POSITIONS % 2
+    assert "gaps" in native.objections(make_call(lw.DistanceBias(torch.zeros(HEADS, 9), gaps, gaps)))[0]
+    assert choose(make_call(steep())) == "native"
+
+
+def results(call: lw.attention.Call, skip: bool, d_out: torch.Tensor) -> list[torch.Tensor]:
+    leaves = [x.detach().requires_grad_() for x in (call.q, call.k, call.v)]
+    with row_block.skipping(skip):
+        out = native.attend(lw.checked_call(*leaves, bias=call.bias))
+        return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+
+
+def adversaries() -> dict[str, lw.attention.Call]:
+    calls = {name: make_call(steep()) for name in ("ordinary", "huge far keys", "huge far values", "huge upstream")}
+    calls["huge far keys"].k[:, :, :5] *= 1e3
+    calls["huge far values"].v[:, :, :5] *= 1e20
+    flat = lw.LevelBias(torch.zeros(1, 1, LENGTH).double(), torch.zeros(1, 1, LENGTH).double(), torch.ones(1, 1, 1))
+    calls["flat"] = make_call(flat)
+    rising = lw.DistanceBias(0.1 * POSITIONS.float().expand(HEADS, -1), POSITIONS, POSITIONS)
+    calls["rising with distance"] = make_call(rising)
+    falling_levels = POSITIONS.flip(0).double()[None, None]
+    calls["falling levels"] = make_call(lw.LevelBias(falling_levels, falling_levels, torch.full((1, 1, 1), 0.5)))
+    negative = steep()
+    calls["negative slope"] = make_call(lw.LevelBias(negative.query_level, negative.key_level, -negative.slope / 100))
+    return calls
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", adversaries())
+def test_nothing_that_matters_is_skipped(name):
+    call = adversaries()[name]
+    d_out = torch.randn(call.q.shape, generator=torch.Generator().manual_seed(1))
+    if name == "huge upstream":
+        d_out[:, :, ::97] *= 1e10
+    for on, off in zip(results(call, True, d_out), results(call, False, d_out), strict=True):
+        # Proven: below 2 ** -25 of the magnitudes that a row or a block of keys adds up; and the sums have fewer terms,
+        # so each may round otherwise, by 2 ** -24 of a magnitude for each of the at most 6 blocks that are added.
+        scale = off.abs().amax(-1, keepdim=True).clamp(min=float(off.abs().median()))
+        assert ((on - off).abs() <= 8 * 2**-24 * scale).all()
+
+
+@needs_kernel
+def test_a_steep_head_is_skipped_and_its_flat_neighbour_is_not():
+    assert 0.3 < native.skipped_share(make_call(steep())) < 2 / 3
+    assert native.skipped_share(adversaries()["flat"]) == 0
+    assert native.skipped_share(adversaries()["huge far keys"]) < native.skipped_share(make_call(steep()))
+
+
+@needs_kernel
+def test_a_masked_diagonal_means_that_nothing_is_skipped():
+    hidden = (POSITIONS < LENGTH - 100)[None]
+    call = make_call(steep(), key_mask=hidden)
+    late = slice(LENGTH - 99, None)
+    assert torch.allclose(native.attend(call)[:, :, late], reference.attend(call)[:, :, late], atol=1e-6)
+
+
+@needs_kernel
+@pytest.mark.parametrize("place", ["q", "k", "v"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_never_skipped(place, bad):
+    call = make_call(steep())
+    getattr(call, place)[0, 0, 3] = bad
+    seen = slice(3, None) if place != "q" else slice(3, 4)
+    out = native.attend(call)
+    assert out[0, 0, seen].isnan().all()
+    assert out[0, 1:].isfinite().all()
+    assert out[0, 0, :3].isfinite().all()
+
+
+@needs_kernel
+def test_levels_keep_their_precision_however_far_they_have_climbed():
+    level = POSITIONS.double()[None, None] * 1e-3
+    calls = [make_call(lw.LevelBias(level + base, level + base, torch.full((1, 1, 1), 30.0))) for base in (0, 2.0**20)]
+    near, far = (native.attend(call) for call in calls)
+    assert torch.allclose(near, far, atol=1e-6)
