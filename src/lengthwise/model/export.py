@@ -31,6 +31,10 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_lengthwise.LengthwiseForCausalLM",
 }
 BACKENDS = ("reference", "sdpa")
+PREFERENCE = '''def preference(call: Call) -> tuple[str, ...]:
+    """The order in which "auto" asks the backends."""
+    return ("sdpa", "reference")'''
+"""The choice among the backends that come along, in place of the one among all."""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
 
 
@@ -95,6 +99,8 @@ def _flatten(module: str, kept: set[str]) -> tuple[str, list[str]]:
                 if key is not None and isinstance(value, ast.Name) and value.id in kept
             ]
             edits.append((node, "{" + ", ".join(chosen) + "}"))
+        elif is_room and isinstance(node, ast.FunctionDef) and node.name == "preference":
+            edits.append((node, PREFERENCE))
         elif isinstance(node, ast.Assign) and ast.unparse(node) == "NAME = 'lengthwise'":
             # Attention functions are known to all of transformers by name, and another copy's would not fit.
             edits.append((node, "NAME = __name__"))
