@@ -57,8 +57,9 @@ def check_tensor(name: str, value: object, axes: Sequence[str | int], kind: Kind
 
 def check_broadcast(names: str, sizes: Sequence[int], what: str, advice: str) -> None:
     """Sizes that are equal, or 1 to be spread."""
-    spread = [size for size in sizes if size != 1]
-    if any(size != spread[0] for size in spread):
+    # Compared in turn and not as a set: in an exported graph a size may be a symbol, which has no hash.
+    full = [size for size in sizes if size != 1]
+    if any(size != full[0] for size in full[1:]):
         raise ValueError(f"{names} must agree in {what}, or have 1; {' and '.join(map(str, sizes))} came. {advice}")
 
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -62,7 +61,7 @@ class Call:
         """The dtype of queries, keys, values and output; inside, everything is float32 or better."""
         return self.q.dtype
 
-    @cached_property
+    @property
     def needs_grad(self) -> bool:
         """Whether a backward pass may follow."""
         tensors = (self.q, self.k, self.v, *(self.bias.sources if self.bias else ()))

@@ -22,6 +22,7 @@ class Alibi(Encoding):
 
     paper = "Press et al. 2022, arXiv 2108.12409"
     kind = LevelBias
+    context_free = True
 
     def __init__(self, geometry: Geometry, *, slopes: Literal["geometric", "interleaved"] = "geometric") -> None:
         super().__init__(geometry)

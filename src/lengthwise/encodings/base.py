@@ -64,6 +64,12 @@ class Encoding(nn.Module):
     """The kind of bias it describes at its training length, if any."""
     two_sided: ClassVar[bool] = True
     """Whether it is defined without causality."""
+    context_free: bool = False
+    """Whether its bias comes from positions alone: then layers that share it need to build it only once."""
+    length_dependent: bool = False
+    """Whether `rotate` changes as a sequence grows: then a cache must hold keys that are not yet turned."""
+    tables: ClassVar[tuple[str, ...]] = ()
+    """Its learned tables by name: each entry is a number of its own, which weight decay would only pull to 0."""
 
     def __init__(self, geometry: Geometry) -> None:
         super().__init__()
@@ -126,6 +132,12 @@ class Encoding(nn.Module):
     def learned_parameters(self) -> int:
         """How many numbers it learns, per layer that has one."""
         return sum(parameter.numel() for parameter in self.parameters())
+
+    def undecayed(self) -> list[nn.Parameter]:
+        """What weight decay must leave alone: parameters with fewer than two axes, and tables."""
+        nested = [part for part in self.modules() if isinstance(part, Encoding)]
+        tables = {id(getattr(part, name)) for part in nested for name in part.tables}
+        return [parameter for parameter in self.parameters() if parameter.ndim < 2 or id(parameter) in tables]
 
     @classmethod
     def overrides(cls, hook: str) -> bool:

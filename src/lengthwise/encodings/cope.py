@@ -20,6 +20,7 @@ class Cope(Encoding):
 
     paper = "Golovneva et al. 2024, arXiv 2405.18719"
     two_sided = False
+    tables = ("table",)
 
     def __init__(self, geometry: Geometry, *, positions: int = 64) -> None:
         super().__init__(geometry)

@@ -31,6 +31,7 @@ class Fire(Encoding):
 
     paper = "Li et al. 2023, arXiv 2310.04418"
     kind = DistanceBias
+    context_free = True
 
     def __init__(self, geometry: Geometry, *, hidden: int = 32, threshold: float = 512.0) -> None:
         super().__init__(geometry)

@@ -37,6 +37,7 @@ class _Kernel(Encoding):
 
     paper = "Chi et al. 2022, arXiv 2205.09921"
     kind = DistanceBias
+    context_free = True
     tile_function: ClassVar[Callable[..., Tensor]]
 
     def __init__(self, geometry: Geometry) -> None:

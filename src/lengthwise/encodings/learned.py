@@ -25,6 +25,7 @@ class Learned(Encoding):
     """One learned vector per position, up to `length` of them (the training length if not given)."""
 
     paper = "Radford et al. 2019 (GPT-2)"
+    tables = ("weight",)
 
     def __init__(self, geometry: Geometry, *, length: int | None = None) -> None:
         super().__init__(geometry)

@@ -43,11 +43,7 @@ class Rope(Encoding):
         check_number("base", base, "10000 is usual.")
         self.layout = layout
         self.scaling = make_scaling(scaling, Wheel(base, geometry.head_dim, geometry.train_length))
-
-    @property
-    def length_dependent(self) -> bool:
-        """Whether the angles change as a sequence grows: then a cache must hold keys that are not yet turned."""
-        return self.scaling.length_dependent
+        self.length_dependent = self.scaling.length_dependent
 
     def rotate(
         self,

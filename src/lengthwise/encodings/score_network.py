@@ -41,7 +41,7 @@ class ScoreNetwork(Encoding):
                 f"{type(self).__name__} corrects an additive encoding; {over!r} acts by {self.over.hook()}. "
                 "Take one that has, e.g. over='kerple' or over='cable'."
             )
-        self.kind = self.over.kind
+        self.kind, self.context_free = self.over.kind, self.over.context_free
         padding = (0, self.kernel[1] // 2)
         self.into = nn.Conv2d(2 * geometry.heads, hidden, self.kernel, padding=padding)
         self.out = nn.Conv2d(hidden, geometry.heads, self.kernel, padding=padding)

@@ -20,6 +20,8 @@ class T5(Encoding):
 
     paper = "Raffel et al. 2020, arXiv 1910.10683"
     kind = DistanceBias
+    context_free = True
+    tables = ("table",)
 
     def __init__(self, geometry: Geometry, *, buckets: int = 32, max_distance: int = 128) -> None:
         super().__init__(geometry)

@@ -19,6 +19,8 @@ class T5Clamped(Encoding):
 
     paper = "Shaw et al. 2018, arXiv 1803.02155; Veisi et al. 2025, arXiv 2503.08067"
     kind = DistanceBias
+    context_free = True
+    tables = ("table",)
 
     def __init__(self, geometry: Geometry, *, reach: int = 256) -> None:
         super().__init__(geometry)

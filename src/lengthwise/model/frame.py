@@ -1,0 +1,145 @@
+"""Where the tokens of one forward pass stand: positions, documents and masks, of the new tokens and the cached ones.
+
+Order in the tensor decides causality, documents decide who may meet, positions are for the encoding only.
+- Padding takes no position. Without position_ids positions count the tokens that are not padding.
+- With position_ids a position that does not rise begins a new document.
+- A cached token's position is counted back from the first new token; below 0 it is an earlier document's.
+"""
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from lengthwise.encodings.base import Positions, Slot
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """Positions of queries (the new tokens) and keys (all tokens), and which keys may be seen."""
+
+    query: Positions
+    key: Positions
+    key_mask: Bool[Tensor, "batch key"] | None
+    documents: Int[Tensor, "#batch key"] | None
+    past: Slot
+    """The slot of the first query."""
+    room: bool
+    """Whether slots may follow the queries, as in a static cache under compilation."""
+
+    @property
+    def keys(self) -> int:
+        """How many keys there are, old and new."""
+        return self.key.shape[1]
+
+    @property
+    def start(self) -> Slot | None:
+        """The slot of the first query where the queries are not the last slots."""
+        return self.past if self.room else None
+
+    @property
+    def query_mask(self) -> Bool[Tensor, "batch query"] | None:
+        """Which of the new tokens are not padding."""
+        if self.key_mask is None:
+            return None
+        return self.key_mask.index_select(1, _slots(self.query, self.past))
+
+
+def make_frame(
+    tokens: Tensor,
+    *,
+    attention_mask: Tensor | None,
+    position_ids: Int[Tensor, "#batch query"] | None,
+    past: Slot = 0,
+    capacity: int | None = None,
+    cached: bool = False,
+) -> Frame:
+    """The frame of tokens (batch, query, ...) that follow `past` cached ones.
+
+    capacity is the length of a static cache, None for any other. In eager mode only its filled part is used.
+    """
+    batch, queries = tokens.shape[:2]
+    eager = not torch.compiler.is_compiling()
+    if eager:
+        past = int(past)
+    room = isinstance(past, Tensor)
+    keys = cast(int, capacity if room else past + queries)
+    if eager and capacity is not None and keys > capacity:
+        raise ValueError(
+            f"a static cache holds {capacity} tokens; {past} are in it and {queries} came. Make a longer one."
+        )
+    mask = _key_mask(attention_mask, batch, keys, capacity, tokens.device)
+    if eager and mask is not None and mask.all():
+        mask = None
+    documents = None
+    if position_ids is None:
+        key = torch.arange(keys, device=tokens.device)[None] if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
+        query = key.index_select(1, past + torch.arange(queries, device=tokens.device))
+    else:
+        query = _checked_ids(position_ids, batch, queries).to(tokens.device)
+        key, documents = _place(query, mask, past, keys, refuse_gaps=eager and cached)
+        if eager and (documents == documents[:, :1]).all():
+            documents = None
+    return Frame(query=query, key=key, key_mask=mask, documents=documents, past=past, room=room)
+
+
+def _place(
+    query: Positions, mask: Bool[Tensor, "batch key"] | None, past: Slot, keys: int, *, refuse_gaps: bool
+) -> tuple[Positions, Int[Tensor, "#batch key"]]:
+    """Positions and documents of all keys, from the positions of the new tokens."""
+    slots = _slots(query, past)
+    real = torch.ones_like(query, dtype=torch.bool) if mask is None else mask.index_select(1, slots)
+    query = query.expand_as(real)
+    before = _last_real(query, real)
+    if refuse_gaps and bool((real & (before >= 0) & (query > before + 1)).any()):
+        raise ValueError(
+            "positions with gaps cannot be cached, since cached positions are counted back; position_ids that jump by "
+            "more than 1 came. Pass use_cache=False."
+        )
+    begins = real & (query <= before)
+
+    every = torch.arange(keys, device=query.device)[None] if mask is None else F.pad(mask.cumsum(1)[:, :-1], (1, 0))
+    anchor = query.gather(1, real.int().argmax(1, keepdim=True))
+    counted = every.expand(query.shape[0], -1)
+    key = anchor + counted - counted.index_select(1, slots[:1])
+    documents = torch.where(key < 0, -1, 0).index_copy(1, slots, begins.long().cumsum(1))
+    return key.index_copy(1, slots, query), documents
+
+
+def _last_real(query: Positions, real: Bool[Tensor, "batch query"]) -> Positions:
+    """For each token the position of the last one before it that is not padding, or -1."""
+    order = torch.arange(query.shape[1], device=query.device).expand_as(query)
+    last = F.pad(order.where(real, -1).cummax(1).values[:, :-1], (1, 0), value=-1)
+    return query.gather(1, last.clamp(min=0)).where(last >= 0, -1)
+
+
+def _slots(query: Positions, past: Slot) -> Int[Tensor, " query"]:
+    return past + torch.arange(query.shape[1], device=query.device)
+
+
+def _key_mask(
+    mask: Tensor | None, batch: int, keys: int, capacity: int | None, device: torch.device
+) -> Bool[Tensor, "batch key"] | None:
+    if mask is None:
+        return None
+    # Under a static cache a mask may cover the whole of it, or what is filled, which a graph cannot know.
+    fits = mask.shape[-1] <= keys if torch.compiler.is_compiling() else mask.shape[-1] in (keys, capacity)
+    if mask.ndim != 2 or mask.shape[0] != batch or not fits:
+        raise ValueError(
+            f"attention_mask must be (batch, tokens) = ({batch}, {keys}), cached tokens included, 0 for padding; its "
+            f"shape is {tuple(mask.shape)}. Causality and documents need no mask: give position_ids that restart."
+        )
+    mask = mask[:, :keys].to(device=device, dtype=torch.bool)
+    return F.pad(mask, (0, keys - mask.shape[1]))
+
+
+def _checked_ids(position_ids: Tensor, batch: int, queries: int) -> Positions:
+    if position_ids.ndim != 2 or position_ids.shape[0] not in (1, batch) or position_ids.shape[1] != queries:
+        raise ValueError(
+            f"position_ids must be (batch or 1, new tokens) = ({batch}, {queries}); their shape is "
+            f"{tuple(position_ids.shape)}. Give one position per new token."
+        )
+    return position_ids.long()

@@ -1,0 +1,66 @@
+"""What is checked when a checkpoint is loaded: that it is no pickle, and that it fits the model that was asked for."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from lengthwise.model.configuration import LengthwiseConfig
+
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+MUST_AGREE = ("n_head", "encoding", "encoding_options", "share_encoding")
+"""What weights mean depends on these, and no shape tells: GPT-2's have the same shapes with any number of heads."""
+
+
+def checked_checkpoint(name: Any, kwargs: dict[str, Any]) -> None:
+    """An error unless the checkpoint is one of ours, of the asked heads and encoding, and in safetensors."""
+    refuse_pickles(name, asked=kwargs.get("use_safetensors") is False)
+    kwargs["use_safetensors"] = True
+    stored, _ = PreTrainedConfig.get_config_dict(name, **_where(kwargs))
+    if stored.get("model_type") != LengthwiseConfig.model_type:
+        raise ValueError(
+            f"{name} must be a Lengthwise model; its config says {stored.get('model_type')!r}. "
+            "For a GPT-2 use lengthwise.model.convert_gpt2."
+        )
+    asked = kwargs.get("config")
+    defaults = {field: getattr(LengthwiseConfig, field, None) for field in MUST_AGREE}
+    for field in MUST_AGREE:
+        has = stored.get(field, defaults[field]) or None
+        wanted = getattr(asked, field, kwargs.get(field, has)) or None
+        if has != wanted:
+            raise ValueError(
+                f"the checkpoint {name} has {field}={has!r}; {field}={wanted!r} was asked for, and its weights would "
+                "mean something else. Load it as it is; lengthwise.model.convert_gpt2 gives it another encoding."
+            )
+
+
+def refuse_pickles(name: Any, *, asked: bool = False) -> None:
+    """An error if a folder has its weights in pickles, or if they were asked for."""
+    folder = Path(str(name))
+    if asked or (folder.is_dir() and _has_only_pickles(folder)):
+        raise ValueError(
+            f"weights must be in safetensors; {name} has them in a pickle, which can run any code when it is opened. "
+            "Convert it where you trust it: load it with torch.load(..., weights_only=True), save with safetensors."
+        )
+
+
+def checked_loading(name: Any, info: dict[str, Any]) -> None:
+    """An error unless every weight was found, of the right shape, and none was left over."""
+    for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if found := sorted(map(str, info.get(fault, ()))):
+            raise ValueError(
+                f"the weights of {name} must fit the model; there are {fault.replace('_', ' ')}: "
+                f"{', '.join(found[:4])}{' ...' * (len(found) > 4)}. The checkpoint is of another model, or broken."
+            )
+
+
+def _has_only_pickles(folder: Path) -> bool:
+    names = [path.name for path in folder.iterdir()]
+    pickled = [name for name in names if name.endswith(PICKLES) and name != "training_args.bin"]
+    return bool(pickled) and not any(name.endswith(".safetensors") for name in names)
+
+
+def _where(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The part of the arguments that says where a checkpoint is."""
+    names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+    return {name: kwargs[name] for name in names if name in kwargs}

@@ -1,0 +1,394 @@
+"""GPT-2 (Radford et al. 2019) with any positional encoding, as a model of transformers.
+
+    x = wte[token]                                   encoding.embed(x, positions), once
+    x = x + attn(ln_1(x))                            encoding.state, rotate, bias, rescore, in every layer
+    x = x + mlp(ln_2(x))
+    logits = ln_f(x) wte^T
+
+Weights have GPT-2's names, so its checkpoints load; `learned` is `transformer.wpe`.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
+from transformers.utils import logging
+from transformers.utils.generic import can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
+
+from lengthwise.bias import Bias
+from lengthwise.encodings import Encoding
+from lengthwise.encodings.registry import build
+from lengthwise.model.attention import NAME, eager_attention, stock_inputs
+from lengthwise.model.cache import channels, remember
+from lengthwise.model.configuration import LengthwiseConfig
+from lengthwise.model.frame import Frame, make_frame
+from lengthwise.model.loading import checked_checkpoint, checked_loading
+from lengthwise.model.losses import head_loss
+
+logger = logging.get_logger(__name__)
+
+
+def make_encoding(config: LengthwiseConfig) -> Encoding:
+    """A new encoding; one that is not double is float32 whatever the model's dtype."""
+    encoding = build(config.encoding, config.geometry, config.encoding_options or {})
+    return encoding if torch.get_default_dtype() == torch.float64 else encoding.float()
+
+
+class ResidualConv1D(Conv1D):
+    """A projection whose output is added to the tokens: it starts smaller, the more of them there are."""
+
+
+class LengthwiseAttention(nn.Module):
+    """Causal self-attention with the encoding's hooks around it."""
+
+    def __init__(self, config: LengthwiseConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config, self.layer_idx = config, layer_idx
+        self.scaling = config.head_dim**-0.5
+        self.is_causal = True
+        self.c_attn = Conv1D(3 * config.n_embd, config.n_embd)
+        self.c_proj = ResidualConv1D(config.n_embd, config.n_embd)
+        self.resid_dropout = nn.Dropout(config.resid_pdrop)
+        if not config.is_shared:
+            self.encoding = make_encoding(config)
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch query width"],
+        frame: Frame,
+        *,
+        encoding: Encoding | None = None,
+        bias: Bias | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """What attention adds to the tokens, and its weights if they were asked for."""
+        encoding = encoding or self.encoding
+        q, k, v = self.c_attn(x).unflatten(-1, (3, self.config.n_head, -1)).permute(2, 0, 3, 1, 4)
+        state = encoding.state(x, frame.query_mask)
+        # Keys are cached as they meet queries, unless that changes as the sequence grows.
+        late = encoding.length_dependent or state is not None
+        if encoding.overrides("rotate") and not late:
+            q, k = encoding.rotate(q, k, frame.query, frame.query)
+        if past_key_values is not None:
+            k, v, state = remember(past_key_values, self.layer_idx, k, v, state, frame.keys)
+        if encoding.overrides("rotate") and late:
+            q, k = encoding.rotate(q, k, frame.query, frame.key, state)
+        if bias is None and encoding.overrides("bias"):
+            start = () if state is None or frame.start is None else (frame.start,)
+            bias = encoding.bias(x, frame.query, frame.key, state, *start)
+
+        out, weights = self._attend(q, k, v, bias, encoding, frame, **kwargs)
+        out = self.c_proj(out.to(x.dtype).flatten(2))
+        return self.resid_dropout(out), weights
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, encoding: Encoding, frame: Frame, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        implementation = self.config._attn_implementation
+        attention: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
+            implementation, eager_attention
+        )
+        if implementation == NAME:
+            rescore = encoding.rescore if encoding.overrides("rescore") else None
+            return attention(self, q, k, v, None, bias=bias, rescore=rescore, frame=frame, **kwargs)
+        qkv, mask, dense = stock_inputs(q, k, v, bias, frame, implementation=implementation)
+        return attention(self, *qkv, mask, scaling=self.scaling, dropout=0.0, position_bias=dense, **kwargs)
+
+
+class LengthwiseMLP(nn.Module):
+    """Two layers with GELU in its tanh form between."""
+
+    def __init__(self, config: LengthwiseConfig) -> None:
+        super().__init__()
+        inner = config.n_inner or 4 * config.n_embd
+        self.c_fc = Conv1D(inner, config.n_embd)
+        self.c_proj = ResidualConv1D(config.n_embd, inner)
+        self.dropout = nn.Dropout(config.resid_pdrop)
+
+    def forward(self, x: Float[Tensor, "batch query width"]) -> Float[Tensor, "batch query width"]:
+        """What it adds to the tokens."""
+        return self.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")))
+
+
+class LengthwiseBlock(GradientCheckpointingLayer):
+    """One layer."""
+
+    def __init__(self, config: LengthwiseConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.attn = LengthwiseAttention(config, layer_idx)
+        self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.mlp = LengthwiseMLP(config)
+
+    def forward(self, x: Float[Tensor, "batch query width"], frame: Frame, **kwargs: Any) -> Tensor:
+        """The tokens after this layer."""
+        x = x + self.attn(self.ln_1(x), frame, **kwargs)[0]
+        return x + self.mlp(self.ln_2(x))
+
+
+class LengthwisePreTrainedModel(PreTrainedModel):
+    """What transformers asks of every model."""
+
+    config: LengthwiseConfig
+    base_model_prefix = "transformer"
+    _input_embed_layer = "wte"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["LengthwiseBlock"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_flash_attn = False
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {"hidden_states": LengthwiseBlock, "attentions": LengthwiseAttention}
+    _keep_in_fp32_modules_strict = ["encoding"]
+
+    def __init__(self, config: LengthwiseConfig, *args: Any, **kwargs: Any) -> None:
+        config.check()
+        super().__init__(config, *args, **kwargs)
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *model_args: Any, output_loading_info: bool = False, **kwargs: Any
+    ) -> Any:
+        """As in transformers, but a checkpoint that does not fit, or is a pickle, is refused and the reason given."""
+        name = pretrained_model_name_or_path
+        checked_checkpoint(name, kwargs)
+        loaded: Any = super().from_pretrained(name, *model_args, output_loading_info=True, **kwargs)
+        checked_loading(name, loaded[1])
+        return loaded if output_loading_info else loaded[0]
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        """Ours if none is asked for; a refusal by name of those that take no bias, or would drop a rescore."""
+        if attn_implementation in (None, NAME):
+            return NAME
+        known = ["eager", *(n for n in ALL_ATTENTION_FUNCTIONS.valid_keys() if "flash" not in n and "paged" not in n)]
+        if attn_implementation not in known:
+            why = "flash attention takes no bias" if "flash" in attn_implementation else "it is not known here"
+            raise ValueError(
+                f"attention {attn_implementation!r} cannot run a Lengthwise model: {why}. "
+                f"Use {NAME!r}, which is the default, or one of {', '.join(map(repr, known))}."
+            )
+        if self.config.rescores:
+            raise ValueError(
+                f"attention {attn_implementation!r} cannot run the encoding {self.config.encoding!r}, which replaces "
+                f"the scores: stock attention only adds to them. Use {NAME!r}, which is the default."
+            )
+        return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """N(0, 0.02), residual projections by 1/sqrt(2 layers) less; encodings as they say themselves."""
+        std = self.config.initializer_range
+        if isinstance(module, Encoding):
+            if not any(getattr(parameter, "_is_hf_initialized", False) for parameter in module.parameters()):
+                module.reset_parameters()
+            return
+        super()._init_weights(module)
+        if isinstance(module, Conv1D):
+            # Asked of each module itself: of code outside it transformers passes over modules without own parameters.
+            residual = isinstance(module, ResidualConv1D)
+            init.normal_(module.weight, std=std / math.sqrt(2 * self.config.n_layer) if residual else std)
+            init.zeros_(module.bias)
+
+    def parameter_groups(self, weight_decay: float = 0.1) -> list[dict[str, Any]]:
+        """Groups for AdamW: matrices decay; biases, norms and what an encoding says must not do not."""
+        spared = {id(p) for part in self.modules() if isinstance(part, Encoding) for p in part.undecayed()}
+        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for parameter in self.parameters():
+            groups[parameter.ndim >= 2 and id(parameter) not in spared].append(parameter)
+        return [
+            {"params": groups[True], "weight_decay": weight_decay},
+            {"params": groups[False], "weight_decay": 0.0},
+        ]
+
+
+class LengthwiseModel(LengthwisePreTrainedModel):
+    """The transformer without its head."""
+
+    def __init__(self, config: LengthwiseConfig) -> None:
+        super().__init__(config)
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        if config.embeds:
+            self.wpe = make_encoding(config)
+        elif config.is_shared:
+            self.encoding = make_encoding(config)
+        self.drop = nn.Dropout(config.embd_pdrop)
+        self.h = nn.ModuleList([LengthwiseBlock(config, layer) for layer in range(config.n_layer)])
+        self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @capture_outputs  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Int[Tensor, "batch query"] | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Int[Tensor, "#batch query"] | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Float[Tensor, "batch query width"] | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """The tokens after the last layer, and the cache if there is one."""
+        tokens = checked_input(input_ids, inputs_embeds)
+        checkpointing = self.gradient_checkpointing and self.training
+        if use_cache is None:
+            use_cache = self.config.use_cache and (past_key_values is not None or not self.training)
+        if use_cache and checkpointing:
+            logger.warning_once("a cache is of no use under gradient checkpointing and is left out")
+            use_cache = False
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        frame = self._frame(tokens, attention_mask, position_ids, past_key_values)
+
+        x = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
+        encoding = self.wpe if self.config.embeds else getattr(self, "encoding", None)
+        x = self.drop(encoding.embed(x, frame.query) if encoding is not None else x)
+        bias = None
+        # A checkpointed layer makes its own, or no gradient would flow through it.
+        if encoding is not None and encoding.context_free and not checkpointing:
+            bias = encoding.bias(x, frame.query, frame.key)
+        weights = kwargs.get("output_attentions", self.config.output_attentions)
+        for block in self.h:
+            x = block(
+                x,
+                frame,
+                encoding=encoding,
+                bias=bias,
+                past_key_values=past_key_values,
+                output_attentions=bool(weights),
+            )
+        return BaseModelOutputWithPast(
+            last_hidden_state=self.ln_f(x), past_key_values=past_key_values if use_cache else None
+        )
+
+    def _frame(
+        self, tokens: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Cache | None
+    ) -> Frame:
+        if cache is None:
+            return make_frame(tokens, attention_mask=attention_mask, position_ids=position_ids)
+        if not isinstance(cache, Cache):
+            raise TypeError(
+                f"past_key_values must be a Cache of transformers; a {type(cache).__name__} came. Use DynamicCache()."
+            )
+        # A static cache hands out the counter that it goes on to raise.
+        past = cache.get_seq_length()
+        past = past.clone() if isinstance(past, Tensor) else past
+        capacity = cache.get_mask_sizes(tokens.shape[1], 0)[0] if cache.is_compileable else None
+        return make_frame(
+            tokens,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past=past,
+            capacity=capacity,
+            cached=True,
+        )
+
+
+class LengthwiseForCausalLM(LengthwisePreTrainedModel, GenerationMixin):
+    """The transformer with a head that predicts the next token."""
+
+    _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}
+
+    def __init__(self, config: LengthwiseConfig) -> None:
+        super().__init__(config)
+        self.transformer = LengthwiseModel(config)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Int[Tensor, "batch query"] | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Int[Tensor, "#batch query"] | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Float[Tensor, "batch query width"] | None = None,
+        labels: Int[Tensor, "batch query"] | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits, and the loss of predicting each label from the tokens before it, as in transformers."""
+        out = self.transformer(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(out.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=out.past_key_values,
+            hidden_states=out.hidden_states,
+            attentions=out.attentions,
+        )
+
+    def loss(
+        self,
+        input_ids: Int[Tensor, "batch query"],
+        labels: Int[Tensor, "batch query"],
+        *,
+        attention_mask: Tensor | None = None,
+        position_ids: Int[Tensor, "#batch query"] | None = None,
+        reduction: str = "mean",
+    ) -> Tensor:
+        """The loss of `forward`, worked through the head chunk by chunk: no logits are kept, at any length.
+
+        Label i is predicted from the tokens before i; -100 is left out. reduction is "mean", "sum", or, where no
+        gradient is wanted, "none": (batch, query - 1) losses, 0 where left out.
+        """
+        x = self.transformer(input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
+        return head_loss(x.last_hidden_state[:, :-1], self.lm_head.weight, labels[:, 1:], reduction=reduction)
+
+    @staticmethod
+    def create_masks_for_generate(*, attention_mask: Tensor | None, past_key_values: Cache, **kwargs: Any) -> Any:
+        """The padding mask itself, as long as the static cache, so that its shape does not change while decoding."""
+        if attention_mask is None:
+            return None
+        capacity, _ = past_key_values.get_mask_sizes(1, 0)
+        return F.pad(attention_mask, (0, capacity - attention_mask.shape[1]))
+
+    def _get_static_cache_init_shape(self) -> tuple[int, int]:
+        """Heads and the width of a key with its state."""
+        transformer = self.transformer
+        encoding = next(part for part in transformer.modules() if isinstance(part, Encoding))
+        state = encoding.state(transformer.wte.weight[:1, None])
+        return self.config.n_head, self.config.head_dim + channels(len(state or ()), self.dtype)
+
+
+def checked_input(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+    """The one of the two that was given, or an error."""
+    if (input_ids is None) == (inputs_embeds is None):
+        came = "neither" if input_ids is None else "both"
+        raise ValueError(f"give either input_ids or inputs_embeds; {came} came. Leave out or add one.")
+    tokens, axes = (
+        (input_ids, "(batch, tokens)") if inputs_embeds is None else (inputs_embeds, "(batch, tokens, width)")
+    )
+    assert tokens is not None
+    if tokens.ndim != len(axes.split(",")) or 0 in tokens.shape:
+        raise ValueError(
+            f"the input must be {axes}, with a token at least; its shape is {tuple(tokens.shape)}. Pad it."
+        )
+    return tokens

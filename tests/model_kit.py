@@ -1,0 +1,79 @@
+"""What the tests of the model share: small models with loud weights, and ways to run them through a cache."""
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, StaticCache
+
+import lengthwise as lw
+from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
+from lengthwise.testing import LOUD
+
+VARIANTS = {
+    "rope-dynamic": ("rope", {"scaling": {"type": "dynamic", "factor": 4.0}}),
+    "fire-short": ("fire", {"threshold": 8.0}),
+    "dapev2-cable": ("dapev2", {"over": "cable"}),
+    "learned-long": ("learned", {"length": 97}),
+}
+CASES = {name: (name, {}) for name in lw.ENCODINGS} | VARIANTS
+RESCORING = [case for case, (name, _) in CASES.items() if lw.ENCODINGS[name].overrides("rescore")]
+ADDITIVE = [case for case in CASES if case not in RESCORING]
+ONE_OF_EACH_KIND = ["alibi", "kerple", "fire-short", "k-cable", "cable", "rope-dynamic", "learned", "dapev2-cable"]
+
+VOCABULARY, LENGTH = 101, 29
+
+
+def make_config(case: str, **changes: object) -> LengthwiseConfig:
+    """Two layers of three heads; trained at 23 tokens, so that 29 are beyond it, except where there is an end."""
+    name, options = CASES[case]
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 23, "n_embd": 24, "n_layer": 2, "n_head": 3}
+    if case == "learned":
+        sizes["n_positions"] = 64
+    if case == "rope-dynamic":
+        # Beyond the training length a longer sequence turns earlier tokens anew, which a second layer's cached keys
+        # cannot follow: by its definition, dynamic scaling decodes as one pass in one layer only.
+        sizes["n_layer"] = 1
+    return LengthwiseConfig(**(sizes | {"encoding": name, "encoding_options": options} | changes))
+
+
+def loud_model(case: str, **changes: object) -> LengthwiseForCausalLM:
+    """A model with weights 20 times GPT-2's, the same every time: small ones would hide a wrong position."""
+    torch.manual_seed(0)
+    model = LengthwiseForCausalLM(make_config(case, **changes)).eval()
+    make_loud(model)
+    return model
+
+
+def make_loud(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".ln_" not in name:
+                parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype), alpha=LOUD)
+
+
+def tokens(batch: int = 2, length: int = LENGTH, seed: int = 1) -> Tensor:
+    return torch.randint(1, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def make_cache(kind: str, model: LengthwiseForCausalLM, length: int = LENGTH + 8):
+    if kind == "dynamic":
+        return DynamicCache(config=model.config)
+    cache = StaticCache(config=model.config, max_cache_len=length)
+    if kind == "early":
+        heads, dim = model._get_static_cache_init_shape()
+        cache.early_initialization(2, heads, dim, model.dtype, model.device)
+    return cache
+
+
+def by_chunks(model, ids: Tensor, chunks: list[int], cache, **inputs: Tensor) -> Tensor:
+    """The logits of all tokens, given to the model in chunks; masks grow with what was given, positions go along."""
+    found, first = [], 0
+    for stop in torch.tensor(chunks).cumsum(0).tolist():
+        now = {}
+        if "attention_mask" in inputs:
+            now["attention_mask"] = inputs["attention_mask"][:, :stop]
+        if "position_ids" in inputs:
+            now["position_ids"] = inputs["position_ids"][:, first:stop]
+        found.append(model(ids[:, first:stop], past_key_values=cache, use_cache=True, **now).logits)
+        first = stop
+    return torch.cat(found, 1)

@@ -1,0 +1,342 @@
+"""What a user of transformers does with a model works with every encoding."""
+
+import copy
+
+import pytest
+import torch
+from model_kit import ADDITIVE, CASES, LENGTH, RESCORING, loud_model, make_cache, make_config, tokens
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, StaticCache
+
+import lengthwise as lw
+from lengthwise.model import PRESETS, LengthwiseConfig, LengthwiseForCausalLM, LengthwiseModel
+from lengthwise.testing import RELATIVE, assert_near
+
+PARAMETERS = {"tiny": 44_670_976, "small": 123_689_472, "medium": 353_822_720}
+STEPS = 6
+
+
+@pytest.mark.parametrize("size", PRESETS)
+def test_presets_have_the_parameters_of_the_papers_tables(size):
+    config = LengthwiseConfig.preset(size, encoding="none")
+    with torch.device("meta"):
+        model = LengthwiseForCausalLM(config)
+    assert config.head_dim * config.n_head == config.n_embd
+    assert model.num_parameters() == PARAMETERS.get(size, model.num_parameters())
+    assert (config.n_head, config.head_dim) == (12, 16) or size != "nano"
+
+
+def test_cable_adds_the_papers_parameters_to_gpt2_small():
+    with torch.device("meta"):
+        model = LengthwiseForCausalLM(LengthwiseConfig.preset("small", encoding="cable"))
+    assert model.num_parameters() - PARAMETERS["small"] == 221_472
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_our_attention_is_what_runs_if_none_is_asked_for(case, monkeypatch):
+    model = LengthwiseForCausalLM(make_config(case))
+    assert model.config._attn_implementation == "lengthwise"
+    calls = []
+    monkeypatch.setattr("lengthwise.model.attention.attend", lambda q, k, v, **_: calls.append(1) or q)
+    model(tokens())
+    assert len(calls) == model.config.n_layer
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("case", ADDITIVE)
+@torch.no_grad()
+def test_stock_attention_gives_what_ours_gives(case, implementation):
+    model, ids = loud_model(case), tokens()
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    positions = torch.cat([torch.arange(12), torch.arange(LENGTH - 12)])[None]
+
+    def run():
+        left = model(ids, attention_mask=mask).logits[mask.bool()]
+        cache = make_cache("static", model)
+        chunks = [model(part, past_key_values=cache).logits for part in ids.split(11, 1)]
+        return model(ids).logits, left, model(ids, position_ids=positions).logits, torch.cat(chunks, 1)
+
+    ours = run()
+    model.set_attn_implementation(implementation)
+    assert model.config._attn_implementation == implementation
+    for found, expected in zip(run(), ours, strict=True):
+        assert_near(found, expected, f"{case}, {implementation}")
+
+
+@pytest.mark.parametrize("case", ["kerple", "cable"])
+@torch.no_grad()
+def test_flex_attention_gives_what_ours_gives(case):
+    model, ids = loud_model(case, n_layer=1, n_embd=48), tokens()
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    ours = model(ids, attention_mask=mask).logits[mask.bool()]
+    model.set_attn_implementation("flex_attention")
+    found = model(ids, attention_mask=mask).logits[mask.bool()]
+    assert_near(found, ours, "flex_attention")
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "kernels-community/evil", "paged|eager"])
+def test_attention_that_takes_no_bias_is_refused_by_name(name):
+    with pytest.raises(ValueError, match=name.replace("|", r"\|")):
+        LengthwiseForCausalLM._from_config(make_config("kerple"), attn_implementation=name)
+    model = LengthwiseForCausalLM(make_config("kerple"))
+    with pytest.raises(ValueError, match=name.replace("|", r"\|")):
+        model.set_attn_implementation(name)
+    assert model.config._attn_implementation == "lengthwise"
+
+
+@pytest.mark.parametrize("case", RESCORING)
+def test_stock_attention_is_refused_where_scores_are_replaced(case):
+    for name in ("eager", "sdpa", "flex_attention"):
+        with pytest.raises(ValueError, match=f"{name}.*{CASES[case][0]}"):
+            LengthwiseForCausalLM(make_config(case)).set_attn_implementation(name)
+
+
+def generate(model, ids, **options):
+    settings = {"max_new_tokens": STEPS, "do_sample": False, "pad_token_id": 0} | options
+    return model.generate(ids, **settings)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_generate_takes_the_likeliest_token_of_one_pass_every_time(case):
+    model, ids = loud_model(case), tokens()[:, :15]
+    mask = torch.ones_like(ids)
+    padded = ids.clone()
+    padded[0, :4], mask[0, :4] = 0, 0
+    expected = ids.clone()
+    for _ in range(STEPS):
+        expected = torch.cat([expected, model(expected).logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(generate(model, ids), expected)
+    assert torch.equal(generate(model, ids, cache_implementation="static"), expected)
+    assert torch.equal(generate(model, ids, use_cache=False), expected)
+    assert torch.equal(generate(model, ids, cache_implementation="static", prefill_chunk_size=4), expected)
+    alone = generate(model, ids[:1, 4:])
+    for options in ({}, {"cache_implementation": "static"}, {"use_cache": False}, {"prefill_chunk_size": 4}):
+        found = generate(model, padded, attention_mask=mask, **options)
+        assert torch.equal(found[:1, 4:], alone), options
+        assert torch.equal(found[1], expected[1]), options
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sampling_beams_and_assistance_work(case):
+    model, ids = loud_model(case), tokens(1)[:, :13]
+    torch.manual_seed(1)
+    assert generate(model, ids, do_sample=True, num_return_sequences=2).shape == (2, 13 + STEPS)
+    beams = generate(model, ids, num_beams=3, num_return_sequences=3)
+    slow = generate(model, ids, num_beams=3, num_return_sequences=3, use_cache=False)
+    assert torch.equal(beams, slow) or case == "rope-dynamic"
+    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), ids], 1).repeat(2, 1)
+    padded[1, :4] = 7
+    mask = (padded != 0).long()
+    for options in ({}, {"cache_implementation": "static"}):
+        both = generate(model, padded, attention_mask=mask, num_beams=3, num_return_sequences=3, **options)
+        assert torch.equal(both[:3, 4:], beams)
+    helper = copy.deepcopy(model)
+    with torch.no_grad():
+        helper.transformer.wte.weight += 0.05 * torch.randn_like(helper.transformer.wte.weight)
+    if case != "rope-dynamic":
+        assert torch.equal(generate(model, ids, assistant_model=helper), generate(model, ids))
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_embeddings_hidden_states_and_weights_come_as_asked(case):
+    model, ids = loud_model(case), tokens()
+    plain = model(ids)
+    out = model(ids, output_hidden_states=True, output_attentions=True)
+    assert_near(out.logits, plain.logits, "with everything asked for")
+    assert len(out.hidden_states) == model.config.n_layer + 1
+    assert len(out.attentions) == model.config.n_layer
+    weights = out.attentions[-1]
+    assert weights.shape == (2, 3, LENGTH, LENGTH)
+    assert torch.allclose(weights.sum(-1), torch.ones(()))
+    assert not weights.triu(1).any()
+    assert torch.equal(model(inputs_embeds=model.transformer.wte(ids)).logits, plain.logits)
+    assert_near(model(ids, logits_to_keep=3).logits, plain.logits[:, -3:], "the last three")
+    assert_near(model(ids, logits_to_keep=torch.tensor([2, 5])).logits, plain.logits[:, [2, 5]], "two")
+    assert isinstance(model(ids, return_dict=False), tuple)
+    assert generate(model, None, inputs_embeds=model.transformer.wte(ids[:, :9])).shape == (2, STEPS)
+    looked = generate(model, ids[:, :9], output_attentions=True, return_dict_in_generate=True)
+    assert looked.attentions[1][0].shape == (2, 3, 1, 10)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_parameter_gets_a_gradient_with_and_without_checkpointing(case):
+    model, ids = loud_model(case).train(), tokens()
+    model.loss(ids, ids).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert not [name for name, gradient in gradients.items() if gradient is None], "DDP would wait for these"
+    for reentrant in (False, True):
+        model.zero_grad()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model(inputs_embeds=model.transformer.wte(ids), labels=ids).loss.backward()
+        scale = max(float(gradient.abs().max()) for gradient in gradients.values())
+        for name, parameter in model.named_parameters():
+            assert (parameter.grad - gradients[name]).abs().max() <= RELATIVE * scale, name
+
+
+@pytest.mark.parametrize("case", ["alibi", "kerple", "fire", "cable", "dapev2-cable", "rope-dynamic", "learned"])
+@torch.no_grad()
+def test_one_encoding_can_serve_all_layers_and_a_context_free_bias_is_built_once(case, monkeypatch):
+    shared = loud_model(case, share_encoding=True)
+    encodings = [
+        part for part in shared.modules() if isinstance(part, lw.Encoding) and part is not getattr(part, "over", None)
+    ]
+    name = CASES[case][0]
+    assert len([e for e in encodings if type(e) is lw.ENCODINGS[name]]) == 1
+    calls, bias = [], lw.ENCODINGS[name].bias
+    monkeypatch.setattr(lw.ENCODINGS[name], "bias", lambda *a, **k: calls.append(1) or bias(*a, **k))
+    whole = shared(tokens()).logits
+    if name in ("alibi", "kerple", "fire"):
+        assert len(calls) == 1
+    cache = make_cache("dynamic", shared)
+    chunks = torch.cat([shared(part, past_key_values=cache).logits for part in tokens().split(10, 1)], 1)
+    if case != "rope-dynamic":
+        assert_near(chunks, whole, case)
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_a_saved_model_loads_to_the_same_bits_through_the_auto_classes(case, tmp_path):
+    model, ids = loud_model(case), tokens()
+    model.save_pretrained(tmp_path)
+    assert sorted(p.suffix for p in tmp_path.iterdir()) == [".json", ".json", ".safetensors"]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is LengthwiseForCausalLM
+    assert loaded.config._attn_implementation == "lengthwise"
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    base = AutoModel.from_pretrained(tmp_path)
+    assert type(base) is LengthwiseModel
+    assert type(AutoModelForCausalLM.from_config(model.config)) is LengthwiseForCausalLM
+    assert torch.equal(base(ids).last_hidden_state, model.transformer(ids).last_hidden_state)
+    assert AutoConfig.from_pretrained(tmp_path).to_dict()["encoding"] == CASES[case][0]
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if CASES[case][0] not in ("learned", "sinusoidal", "none", "rope", "cope")]
+)
+@torch.no_grad()
+def test_the_bias_of_a_model_loaded_in_half_precision_is_that_of_a_fresh_one_to_the_bit(case, tmp_path):
+    model = loud_model(case)
+    model.save_pretrained(tmp_path)
+    half = LengthwiseForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert half.dtype == torch.bfloat16
+    x, positions = torch.randn(2, LENGTH, 24).bfloat16(), torch.arange(LENGTH)
+    ours, theirs = (m.transformer.h[0].attn.encoding.bias(x, positions, positions).dense() for m in (model, half))
+    assert torch.equal(ours, theirs)
+    assert half(tokens()).logits.isfinite().all()
+    fresh = LengthwiseForCausalLM._from_config(make_config(case), dtype=torch.bfloat16)
+    assert all(p.dtype == torch.float32 for p in fresh.transformer.h[0].attn.encoding.parameters())
+
+
+@torch.no_grad()
+def test_a_fresh_model_starts_as_gpt2_and_its_encodings_as_they_say():
+    torch.manual_seed(0)
+    model = LengthwiseForCausalLM(LengthwiseConfig.preset("nano", encoding="fire", vocab_size=997))
+    block = model.transformer.h[1]
+    assert block.attn.c_attn.weight.std() == pytest.approx(0.02, rel=0.05)
+    assert block.attn.c_proj.weight.std() == pytest.approx(0.02 / 8**0.5, rel=0.05)
+    assert block.mlp.c_proj.weight.std() == pytest.approx(0.02 / 8**0.5, rel=0.05)
+    assert not block.mlp.c_fc.bias.any()
+    assert block.attn.encoding.c.item() == pytest.approx(0.1)
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+@torch.no_grad()
+def test_the_vocabulary_can_grow():
+    model, ids = loud_model("cable"), tokens()
+    before = model(ids).logits
+    model.resize_token_embeddings(120)
+    assert model.config.vocab_size == 120
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert_near(model(ids).logits[..., :101], before, "the old words")
+
+
+def test_weight_decay_reaches_matrices_only():
+    spared = {"t5": "table", "t5-clamped": "table", "cope": "table", "kerple": "raw_p", "fire": "c"}
+    for case in (*spared, "cable", "learned", "dapev2-cable"):
+        model = LengthwiseForCausalLM(make_config(case))
+        decayed, kept = model.parameter_groups(0.3)
+        assert (decayed["weight_decay"], kept["weight_decay"]) == (0.3, 0.0)
+        assert sum(len(group["params"]) for group in (decayed, kept)) == len(list(model.parameters()))
+        names = {id(p): name for name, p in model.named_parameters()}
+        calm = {names[id(p)] for p in kept["params"]}
+        assert all("ln_" in n or n.endswith("bias") or "encoding" in n or "wpe" in n for n in calm)
+        if case in spared:
+            assert f"transformer.h.1.attn.encoding.{spared[case]}" in calm
+        if case == "learned":
+            assert "transformer.wpe.weight" in calm
+        if case == "cable":
+            assert "transformer.h.0.attn.encoding.to_step.weight" not in calm
+        torch.optim.AdamW([decayed, kept])
+
+
+@pytest.mark.parametrize("case", ["cable", "rope-dynamic", "kerple", "fire-short", "alibi"])
+@torch.no_grad()
+def test_a_static_cache_decodes_in_one_compiled_graph(case):
+    model, ids = loud_model(case), tokens()
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    torch.compiler.reset()
+    step = torch.compile(model.forward, backend="eager", fullgraph=True)
+    cache = StaticCache(config=model.config, max_cache_len=LENGTH + 3)
+    model(ids[:, :20], attention_mask=mask[:, :20], past_key_values=cache)
+    for stop in range(21, LENGTH + 1):
+        whole = torch.nn.functional.pad(mask[:, :stop], (0, LENGTH + 3 - stop))
+        positions = mask[:, :stop].sum(1, keepdim=True) - 1
+        inputs = {"attention_mask": whole, "position_ids": positions} if stop % 2 else {"attention_mask": whole}
+        found = step(ids[:, stop - 1 : stop], past_key_values=cache, **inputs).logits
+        expected = model(ids[:, :stop], attention_mask=mask[:, :stop], use_cache=False).logits[:, -1:]
+        assert_near(found, expected, f"{case}, token {stop}")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_encoding_compiles_into_one_graph_forward_and_backward(case):
+    torch.compiler.reset()
+    model, ids = loud_model(case, n_layer=1).train(), tokens()
+    expected = model(ids, labels=ids)
+    expected.loss.backward()
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    found = torch.compile(model, backend="aot_eager", fullgraph=True)(ids, labels=ids)
+    found.loss.backward()
+    assert_near(found.logits, expected.logits, case)
+    scale = max(float(g.abs().max()) for g in wanted.values())
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad - wanted[name]).abs().max() <= RELATIVE * scale, name
+
+
+def test_the_loss_in_chunks_compiles_into_one_graph():
+    torch.compiler.reset()
+    model, ids = loud_model("cable").train(), tokens()
+    expected = model.loss(ids, ids)
+    found = torch.compile(model.loss, backend="aot_eager", fullgraph=True)(ids, ids)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    found.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_every_encoding_can_be_exported_as_a_graph_of_any_batch_and_length(case):
+    model = loud_model(case, n_layer=1)
+    sizes = {0: torch.export.Dim("batch", min=1, max=16), 1: torch.export.Dim("length", min=3, max=60)}
+    inputs = {"input_ids": tokens(3, 17), "use_cache": False}
+    shapes = {"input_ids": sizes, "use_cache": None}
+    graph = torch.export.export(model, (), inputs, dynamic_shapes=shapes, strict=False).module()
+    ids = tokens()
+    assert_near(graph(input_ids=ids, use_cache=False).logits, model(ids).logits, case)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("case", CASES)
+def test_inductor_trains_every_encoding_as_eager_does(case):
+    torch.compiler.reset()
+    model, ids = loud_model(case).train(), tokens()
+    expected = model.loss(ids, ids)
+    wanted = torch.autograd.grad(expected, list(model.parameters()))
+    found = torch.compile(model.loss, fullgraph=True)(ids, ids)
+    gradients = torch.autograd.grad(found, list(model.parameters()))
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    scale = max(float(g.abs().max()) for g in wanted)
+    assert all((a - b).abs().max() <= RELATIVE * scale for a, b in zip(gradients, wanted, strict=True))

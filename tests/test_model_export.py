@@ -1,0 +1,95 @@
+"""An exported folder loads and runs in a process that has no Lengthwise."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from model_kit import CASES, loud_model, tokens
+
+from lengthwise.cli import main
+from lengthwise.model import LengthwiseConfig
+from lengthwise.model.export import code, export
+
+ELSEWHERE = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("lengthwise", "jaxtyping", "jsonargparse"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
+for folder in sys.argv[1:]:
+    saved = torch.load(folder + "/expected.pt")
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    with torch.no_grad():
+        error = (model(saved["ids"]).logits - saved["logits"]).abs().max() / saved["logits"].abs().max()
+        new = model.generate(saved["ids"][:, :9], max_new_tokens=5, do_sample=False, pad_token_id=0)
+        if saved["stock"]:
+            model.set_attn_implementation("sdpa")
+            error = max(error, (model(saved["ids"]).logits - saved["logits"]).abs().max() / saved["logits"].abs().max())
+    assert error < 1e-5, (folder, error)
+    assert torch.equal(new, saved["new"]), folder
+    print("same", folder)
+"""
+
+
+def assert_loads_elsewhere(cases, tmp_path):
+    folders = []
+    for case in cases:
+        model, ids = loud_model(case), tokens()
+        model.save_pretrained(tmp_path / "run" / case)
+        out = export(tmp_path / "run" / case, tmp_path / "out" / case.replace("-", "_"))
+        new = model.generate(ids[:, :9], max_new_tokens=5, do_sample=False, pad_token_id=0)
+        with torch.no_grad():
+            saved = {"ids": ids, "logits": model(ids).logits, "new": new, "stock": not model.config.rescores}
+        torch.save(saved, out / "expected.pt")
+        folders.append(str(out))
+    done = subprocess.run([sys.executable, "-c", ELSEWHERE, *folders], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("same") == len(folders)
+
+
+def test_exported_models_load_side_by_side_where_lengthwise_is_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    assert_loads_elsewhere(["cable", "kerple", "dapev2-cable", "learned"], tmp_path)
+
+
+@pytest.mark.prove
+def test_every_exported_encoding_loads_where_lengthwise_is_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    assert_loads_elsewhere(CASES, tmp_path)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_exported_code_is_flat_and_has_one_encoding_and_two_backends(case):
+    name, options = CASES[case]
+    files = code(LengthwiseConfig(encoding=name, encoding_options=options))
+    assert {"modeling_lengthwise", "configuration_lengthwise", "encodings", "attention_sdpa"} <= files.keys()
+    for file, text in files.items():
+        compile(text, file, "exec")
+        assert "from lengthwise" not in text
+        assert "jaxtyping" not in text.replace("need jaxtyping", "")
+    assert ("encodings_cable" in files) == ("cable" in (name, options.get("over")))
+    backends = {file.removeprefix("attention_") for file in files} & {"flex", "reference", "row_block", "sdpa"}
+    assert backends == {"reference", "sdpa"}
+
+
+def test_the_command_exports_the_only_checkpoint_of_a_run(tmp_path, capsys):
+    model = loud_model("alibi")
+    model.save_pretrained(tmp_path / "run" / "checkpoints" / "last")
+    (tmp_path / "run" / "checkpoints" / "last" / "tokenizer.json").write_text("{}")
+    main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")])
+    assert "trust_remote_code" in capsys.readouterr().out
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_lengthwise.LengthwiseForCausalLM"
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    with pytest.raises(FileExistsError, match="new or empty"):
+        export(tmp_path / "run", tmp_path / "out")
+    model.save_pretrained(tmp_path / "run" / "checkpoints" / "first")
+    with pytest.raises(FileNotFoundError, match=r"first.*last"):
+        export(tmp_path / "run", tmp_path / "other")
