@@ -135,4 +135,4 @@ def test_a_refusing_backend_describes_the_call_and_its_objection():
     assert "Cope.rescore" in said["rescore"]
     assert all(word in said["masks"] for word in ("causal", "key_mask", "window=3"))
     assert "rescore replaces the scores" in said["sdpa:"]
-    assert "backend='reference', which has no objection" in said["Use"]
+    assert "backend='row_block' or 'reference', which have no objection" in said["Use"]
