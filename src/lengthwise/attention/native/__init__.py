@@ -115,7 +115,7 @@ def _of_bias(call: Call, found: dict[str, Tensor]) -> list[Tensor]:
         columns = strip_columns(call, call.bias)
         d_table = torch.zeros(call.bias.table.shape)
         for rows, batch in zip(columns, _by(columns.shape[0], found["d_strip"]), strict=True):
-            d_table.index_add_(1, rows, batch)
+            d_table.scatter_add_(1, rows.expand(len(d_table), -1), batch)
         return [d_table.to(call.bias.table.dtype)]
     bias = call.bias
     assert isinstance(bias, LevelBias)

@@ -116,11 +116,17 @@ void product(const float* a, long lda, const float* b, long ldb, long step, floa
   }
 }
 
-float length_of(const float* x, long dim) {
-  double total = 0;
-  for (long d = 0; d < dim; ++d) total += double(x[d]) * x[d];
-  return float(std::sqrt(total));
+float dot(const float* a, const float* b, long dim) {
+  v8 left = all(0), right = all(0);
+  for (long d = 0; d < dim; d += 16) {
+    left += load(a + d) * load(b + d);
+    right += load(a + d + 8) * load(b + d + 8);
+  }
+  return sum(left + right);
 }
+
+// The length of a vector, a little too long rather than too short: it is for bounds.
+float length_of(const float* x, long dim) { return std::sqrt(dot(x, x, dim)) * 1.00001f; }
 
 }  // namespace
 
@@ -215,9 +221,11 @@ struct Head {
   void pack(const float* x, long dim, std::vector<float>& panels) const {
     const long count = blocks * COLUMNS;
     panels.assign(count * dim, 0.0f);
-    for (long j = 0; j < p.keys; ++j) {
-      float* to = panels.data() + (j / PANEL) * PANEL * dim + j % PANEL;
-      for (long d = 0; d < dim; ++d) to[d * PANEL] = x[j * dim + d];
+    for (long j = 0; j < p.keys; j += PANEL) {
+      const long lanes = std::min<long>(PANEL, p.keys - j);
+      float* to = panels.data() + j * dim;
+      for (long d = 0; d < dim; ++d, to += PANEL)
+        for (long lane = 0; lane < lanes; ++lane) to[lane] = x[(j + lane) * dim + d];
     }
   }
 
@@ -266,9 +274,7 @@ struct Head {
   float own_score(long i) const {
     const long own = p.start + i;
     if (own < low[i] || own >= high[i]) return -INF;
-    double total = 0;
-    for (long d = 0; d < p.dim; ++d) total += double(q[i * p.dim + d]) * k[own * p.dim + d];
-    return float(total * p.scale) + bias_at(i, own);
+    return dot(q + i * p.dim, k + own * p.dim, p.dim) * float(p.scale) + bias_at(i, own);
   }
 
   // The blocks of keys that a block of rows has to visit, from `first` on, before anything is skipped.
@@ -498,11 +504,7 @@ void backward_head(const Head& h) {
   alignas(32) float weights[ROWS * COLUMNS], d_scores[ROWS * COLUMNS];
   Levels levels;
   std::vector<float> scaled(ROWS * p.dim), delta(p.queries);
-  for (long i = 0; i < p.queries; ++i) {
-    double total = 0;
-    for (long d = 0; d < p.value; ++d) total += double(d_out[i * p.value + d]) * out[i * p.value + d];
-    delta[i] = float(total);
-  }
+  for (long i = 0; i < p.queries; ++i) delta[i] = dot(d_out + i * p.value, out + i * p.value, p.value);
   const std::vector<long> starts = backward_starts(h, delta.data());
   for (long row = 0; row < p.queries; row += ROWS) {
     const long rows = std::min<long>(ROWS, p.queries - row);
