@@ -30,6 +30,8 @@ class Setup:
     k: Tensor
     v: Tensor
     learning: bool
+    cached: dict[str, Tensor] | None = None
+    """The state of all tokens, which a decoder has beside its keys."""
 
     def __post_init__(self) -> None:
         for tensor in (self.q, self.k, self.v):
@@ -44,7 +46,9 @@ class Setup:
         """Built anew, as a model does in every forward pass."""
         rows = rows or self.q.shape[2]
         key = torch.arange(self.k.shape[2])
-        return self.encoding.bias(self.x, key[-rows:], key)
+        if self.cached is None or rows == len(key):
+            return self.encoding.bias(self.x, key[-rows:], key)
+        return self.encoding.bias(self.x[:, -rows:], key[-rows:], key, self.cached)
 
     def turned(self) -> tuple[Tensor, Tensor]:
         """Queries and keys as they meet."""

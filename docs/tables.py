@@ -50,9 +50,10 @@ def measured(rows: list[dict]) -> str:
         ]
         lines.append("| " + " | ".join(cells) + " |")
     born = rows[0]["born"]
+    runs = dict.fromkeys(f"`{row['born']['command']}` at commit {row['born']['commit']}" for row in rows)
     lines += [
         "",
-        f"Measured by `{born['command']}` at commit {born['commit']} on {born['date']}: {born['machine']}, "
+        f"Measured on {born['date']} by {'; '.join(runs)}: {born['machine']}, "
         f"torch {born['versions']['torch']}, Python {born['versions']['python']}.",
     ]
     return "\n".join(lines)
