@@ -23,7 +23,7 @@ LINES = {
 def main() -> None:
     rows = [json.loads(line) for line in (HERE / "results/attention-reach.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["mode"] == "train" and row["options"] == "{}"]
-    figure, (time, memory) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure, (time, memory) = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained")
     for (encoding, rival), (label, colour, style) in LINES.items():
         own = sorted((r for r in rows if (r["encoding"], r["rival"]) == (encoding, rival)), key=lambda r: r["length"])
         lengths = [row["length"] for row in own]
@@ -37,7 +37,7 @@ def main() -> None:
         axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks], rotation=45)
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    time.legend(frameon=False)
+    figure.legend(*time.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     figure.savefig(HERE.parent / "docs/attention.png", dpi=130)
 
 
