@@ -110,3 +110,14 @@ def test_levels_keep_their_precision_however_far_they_have_climbed():
     calls = [make_call(lw.LevelBias(level + base, level + base, torch.full((1, 1, 1), 30.0))) for base in (0, 2.0**20)]
     near, far = (native.attend(call) for call in calls)
     assert torch.allclose(near, far, atol=1e-6)
+
+
+@needs_kernel
+def test_an_output_changed_in_place_does_not_change_the_gradients():
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, HEADS, 100, DIM))
+    gradients = []
+    for change in (lambda out: out * 2, lambda out: out.mul_(2)):
+        out = change(native.attend(lw.checked_call(q, k, v)))
+        gradients.append(torch.autograd.grad(out.square().sum(), (q, k, v)))
+    for a, b in zip(*gradients, strict=True):
+        assert torch.equal(a, b)

@@ -76,9 +76,10 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, skip: bool, q: Tensor, k: Tensor, v: Tensor, *sources: Tensor) -> Tensor:
         problem, found = _forward(call, skip=skip)
-        ctx.call, ctx.skip, ctx.problem = call, skip, problem
+        ctx.call, ctx.problem = call, problem
         ctx.save_for_backward(q, k, v, *sources)
-        return found["out"][..., : v.shape[3]].to(q.dtype)
+        # A copy: backward the kernel reads its output again, which the caller may have changed in place by then.
+        return found["out"][..., : v.shape[3]].to(q.dtype, copy=True)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
