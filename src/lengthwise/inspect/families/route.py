@@ -26,7 +26,7 @@ class Route:
     limit: int | None = None
     """How many tokens it takes, where its positions have an end."""
     repeats: bool = False
-    """Whether looking puts something of ours into the model's path: then its output is held against an unwatched one."""
+    """Whether looking puts something of ours into the model's path: its output is then held against an unwatched run."""
 
 
 def rising(levels: Tensor, queries: int) -> LevelBias:
