@@ -13,7 +13,8 @@ VOCABULARY, LENGTH = 97, 23
 
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
 LLAMA = SMALL | {"num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 64}
-T5 = {"vocab_size": VOCABULARY, "d_model": 48, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 6}
+T5 = {"vocab_size": VOCABULARY, "d_model": 48, "d_kv": 8, "d_ff": 64, "num_heads": 6}
+T5 |= {"num_layers": 2, "num_decoder_layers": 2}
 
 MODELS: dict[str, Callable[[], hf.PreTrainedModel]] = {
     "gpt2": lambda: hf.GPT2LMHeadModel(
@@ -55,13 +56,16 @@ MODELS: dict[str, Callable[[], hf.PreTrainedModel]] = {
     ),
 }
 ADDITIVE = ["bloom", "mpt", "falcon-alibi", "t5", "mt5", "umt5", "longt5", "switch"]
+CHOOSABLE = [family for family in MODELS if not family.startswith(("bloom", "mpt", "falcon"))]
 ENCODER_DECODER = ["t5", "mt5", "umt5", "longt5", "switch"]
 
 
-def make_model(family: str) -> hf.PreTrainedModel:
-    """A small model with weights loud enough that scores matter."""
+def make_model(family: str, attention: str | None = None) -> hf.PreTrainedModel:
+    """A small model with weights loud enough that scores matter, under an attention of its own choice or by name."""
     torch.manual_seed(0)
     model = MODELS[family]().eval()
+    if attention is not None:
+        model.set_attn_implementation(attention)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 2 and "embed" not in name and "norm" not in name:
@@ -83,8 +87,6 @@ class Own:
 
 def own_attention(model: hf.PreTrainedModel, input_ids: Tensor, **inputs: Tensor) -> list[Own]:
     """Every call of attention in order, caught inside torch: no code of ours is in the way."""
-    if model._can_set_attn_implementation():
-        model.set_attn_implementation("eager")
     seen: list[Own] = []
     softmax, fused, method = F.softmax, F.scaled_dot_product_attention, Tensor.softmax
 
@@ -95,12 +97,14 @@ def own_attention(model: hf.PreTrainedModel, input_ids: Tensor, **inputs: Tensor
         return weights
 
     def caught_fused(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **kwargs: object) -> Tensor:
-        assert not kwargs.get("is_causal")
         scale = kwargs.get("scale") or q.shape[-1] ** -0.5
-        scores = scale * q @ k.transpose(-1, -2)
+        scores = scale * q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)
+        if kwargs.get("is_causal"):
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
         if attn_mask is not None:
             added = attn_mask.dtype != torch.bool
             scores = scores + attn_mask if added else scores.masked_fill(~attn_mask, torch.finfo(scores.dtype).min)
+        attn_mask = None if kwargs.get("is_causal") else attn_mask
         seen.append(Own(scores, method(scores, -1)))
         return fused(q, k, v, attn_mask, **kwargs)
 

@@ -158,4 +158,3 @@ def checked_heads(heads: Sequence[int] | None, count: int) -> list[int]:
     if not shown:
         raise ValueError("heads must name one head at least; none came. Leave it out for all.")
     return shown
-
