@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
 from lengthwise.views.canvas import (
     GREY,
@@ -116,9 +116,11 @@ def panel(axes: Axes, one: LayerMap, image: np.ndarray, scale: Colours, bar: Axe
     if bar is not None:
         made = axes.figure.colorbar(drawn, cax=bar)
         made.outline.set_linewidth(0.4)
-        made.locator = MaxNLocator(6)
+        made.locator, made.formatter = MaxNLocator(6), ScalarFormatter()
+        made.formatter.set_powerlimits((-2, 4))
         made.update_ticks()
         made.ax.tick_params(labelsize=SMALL, length=1.5, width=0.4, pad=1)
+        made.ax.yaxis.get_offset_text().set(size=SMALL, position=(0, 1))
 
 
 def annotate(axes: Axes, one: LayerMap, head: int) -> None:
