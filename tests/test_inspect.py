@@ -40,8 +40,8 @@ def test_alibi_has_the_minima_of_the_papers_figure_12():
     least = [-511 * 2 ** (-8 * head / 12) for head in range(1, 13)]
     found = maps.values.nan_to_num().flatten(1).amin(1)
     torch.testing.assert_close(found, torch.tensor(least), atol=0, rtol=2e-7)
-    printed = ["-321.9", "-202.8", "-127.8", "-80.5", "-50.7", "-31.9", "-20.1", "-12.7", "-8.0", "-5.0", "-3.2", "-2.0"]
-    assert [f"{value:.1f}" for value in found.tolist()] == printed
+    said = ["-321.9", "-202.8", "-127.8", "-80.5", "-50.7", "-31.9", "-20.1", "-12.7", "-8.0", "-5.0", "-3.2", "-2.0"]
+    assert [f"{value:.1f}" for value in found.tolist()] == said
     assert (maps.values.diagonal(dim1=-2, dim2=-1) == 0).all()
 
 

@@ -1,6 +1,8 @@
 """`lengthwise show`, as a user runs it."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -96,6 +98,12 @@ def test_all_of_the_papers_figures_come_from_one_command(little, tmp_path, capsy
     assert "Wrote 8 figures" in out
     with pytest.raises(FileExistsError, match="--force"):
         main(["show", "--paper", "--out", str(tmp_path / "paper")])
+
+
+def test_the_block_of_the_page_runs():
+    page = (Path(__file__).parents[1] / "docs/see.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    exec(compile(block, "see.md", "exec"), {})
 
 
 def remote_code(folder):
