@@ -23,7 +23,7 @@ from lengthwise.views.canvas import (
 )
 from lengthwise.views.maps import LayerMap, PositionMaps
 
-SIDE, LEFT, RIGHT, ABOVE, BELOW = 1.16, 0.36, 0.4, 0.24, 0.22
+SIDE, LEFT, RIGHT, ABOVE, BELOW = 1.16, 0.34, 0.45, 0.24, 0.22
 """A panel in inches: its side, and the room around it for ticks, colour bar and title."""
 
 RESOLUTION, SMALL_RESOLUTION = 512, 128
@@ -101,7 +101,7 @@ def panel(axes: Axes, one: LayerMap, image: np.ndarray, scale: Colours, bar: Axe
         np.ma.masked_invalid(image),
         cmap=scale.map,
         norm=scale.norm,
-        interpolation="nearest",
+        interpolation="auto",  # pixels as they are where there is room, their mean where not: no false stripes
         extent=(-0.5, across - 0.5, down - 0.5, -0.5),
         aspect="auto",
         rasterized=True,
