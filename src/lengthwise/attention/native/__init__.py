@@ -6,7 +6,6 @@ a kernel of their own, which takes every kind and every mask. Everything else is
 """
 
 import ctypes
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from lengthwise.attention.native.problem import (
 )
 from lengthwise.attention.row_block.distance_terms import slot_offsets
 from lengthwise.attention.row_block.visible import Visible
-from lengthwise.bias import DistanceBias, FunctionBias, LevelBias, LineBias
+from lengthwise.bias import DistanceBias, LevelBias, LineBias
 
 
 def objections(call: Call) -> list[str]:
@@ -43,7 +42,7 @@ def objections(call: Call) -> list[str]:
         return ["rescore replaces the scores, which its kernel never shows"]
     if few_rows.suits(call):
         return [f"there is no kernel here: {build.fault()}"] if build.fault() else []
-    call = _in_lines(call)
+    call = call.in_lines()
     if type(call.bias) not in KINDS or (isinstance(call.bias, LineBias) and call.bias.slope.shape[1] > LINES):
         return [
             f"it knows tables of distances, levels of tokens and up to {LINES} straight lines, and other kinds for a "
@@ -62,7 +61,7 @@ def attend(call: Call) -> Float[Tensor, "batch head query value"]:
     """The output, with gradients for everything that is learned."""
     if few_rows.suits(call):
         return few_rows.attend(call)
-    call = _in_lines(call)
+    call = call.in_lines()
     clean, taint = call, None
     if call.forbids and not bool((call.k.sum(dtype=torch.float64) + call.v.sum(dtype=torch.float64)).isfinite()):
         clean, taint = call.contained()
@@ -73,15 +72,8 @@ def attend(call: Call) -> Float[Tensor, "batch head query value"]:
 
 def skipped_share(call: Call) -> float:
     """How much of the work that the masks leave is left out, 0 to 1."""
-    visited = [_forward(_in_lines(call), skip=skip)[1]["visited"].sum() for skip in (True, False)]
+    visited = [_forward(call.in_lines(), skip=skip)[1]["visited"].sum() for skip in (True, False)]
     return 1 - float(visited[0]) / max(1, int(visited[1]))
-
-
-def _in_lines(call: Call) -> Call:
-    """The call with a function that is made of straight lines as such."""
-    if isinstance(call.bias, FunctionBias) and call.bias.lines is not None:
-        return replace(call, bias=call.bias.lines(*call.bias.tensors))
-    return call
 
 
 def _run(problem: Problem, function: str) -> None:
