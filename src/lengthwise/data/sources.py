@@ -1,0 +1,93 @@
+"""Where documents come from: the one place in which the name of a source is resolved.
+
+    stdlib                          the text that every Python has: its library's sources and its manual's topics
+    notes.txt, a.jsonl, b.parquet   files, or folders of them
+    wikitext-103, fineweb-edu       data sets of the hub that the CABLE paper trains on
+    owner/name, owner/name:config   any other data set of the hub, streamed
+
+A source is split by whole files or rows, and always in the same way: "held-out" is about a twentieth, "train" the rest,
+"all" both.
+"""
+
+import hashlib
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Literal, Protocol
+
+from lengthwise.checks import check_choice
+from lengthwise.data.files import FILE_KINDS, FileSource, held_out, read_text
+from lengthwise.data.hub import HUB_PRESETS, HubSource, is_hub_name
+
+Split = Literal["train", "held-out", "all"]
+SPLITS: tuple[Split, ...] = ("train", "held-out", "all")
+
+NOT_TEXT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "config"}
+"""Folders of the standard library without text worth reading: what was installed beside it, and tests."""
+
+TOPICS = "pydoc_data/topics.py"
+
+
+class Source(Protocol):
+    """A corpus that can be read again and again in the same order."""
+
+    def documents(self, split: Split) -> Iterator[str]:
+        """The texts of one split, none of them empty."""
+        ...
+
+    def fingerprint(self) -> str:
+        """A word that changes when the corpus does, found without reading it."""
+        ...
+
+
+def documents(source: str | Path, split: Split = "train") -> Iterator[str]:
+    """The documents of a source, one at a time.
+
+    >>> next(documents("stdlib", "held-out")) == next(documents("stdlib", "held-out"))
+    True
+    """
+    check_choice("split", split, SPLITS, "Held-out text is never trained on.")
+    return (text for text in resolve(source).documents(split) if text)
+
+
+def resolve(source: str | Path) -> Source:
+    """The source of that name."""
+    name = str(source)
+    if name == "stdlib":
+        return StdlibSource()
+    if Path(name).exists():
+        return FileSource(Path(name))
+    if name in HUB_PRESETS or is_hub_name(name):
+        return HubSource(name)
+    raise ValueError(
+        f"data must be 'stdlib', a file ({', '.join(FILE_KINDS)}), a folder, {', '.join(map(repr, HUB_PRESETS))}, or "
+        f"'owner/name' of a data set on the hub; {name!r} came, which is none of them here. Check the path."
+    )
+
+
+class StdlibSource:
+    """Python's own library: about 12 MB in 800 files, and the manual's topics as prose. It differs by version."""
+
+    def __init__(self) -> None:
+        self.folder = Path(sysconfig.get_path("stdlib"))
+        files = (
+            path.relative_to(self.folder).as_posix()
+            for path in self.folder.rglob("*.py")
+            if not NOT_TEXT & set(path.relative_to(self.folder).parts[:-1]) and path.stat().st_size
+        )
+        # As a source file the topics would be one long literal; each of them is a text of its own.
+        self.names = sorted([name for name in files if name != TOPICS] + [f"{TOPICS}/{topic}" for topic in topics])
+        self.held_out = held_out(self.names)
+
+    def documents(self, split: Split) -> Iterator[str]:
+        """One document a file, one a topic."""
+        for name in self.names:
+            if split == "all" or (name in self.held_out) == (split == "held-out"):
+                topic = name.removeprefix(f"{TOPICS}/")
+                yield from read_text(self.folder / name) if topic == name else (topics[topic],)
+
+    def fingerprint(self) -> str:
+        """The version and the names: an installed library is not edited."""
+        return hashlib.sha256("\n".join([sys.version, *self.names]).encode()).hexdigest()

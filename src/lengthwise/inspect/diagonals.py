@@ -1,0 +1,122 @@
+"""Mean and spread along diagonals, from blocks of rows.
+
+A block is skewed so that a diagonal becomes a column. Sums are taken about a value that stands on that diagonal, so
+that where a diagonal is uniform its spread is 0 to the last bit.
+"""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lengthwise.bias import Bias, DistanceBias, LevelBias, wide
+from lengthwise.views.maps import Profile
+
+
+class Diagonals:
+    """Count, mean and sum of squared departures of every diagonal of every sequence and head, in the making."""
+
+    def __init__(self, shape: tuple[int, int, int, int], *, causal: bool) -> None:
+        batch, heads, queries, keys = shape
+        self.offset = keys - queries if causal else 0
+        self.first = 0 if causal else 1 - keys
+        size = queries + self.offset - self.first
+        self.count = torch.zeros(batch, 1, size, dtype=torch.float64)
+        self.mean, self.squares = torch.zeros(2, batch, heads, size, dtype=torch.float64)
+
+    def add(
+        self,
+        x: Float[Tensor, "batch head row column"],
+        may: Bool[Tensor, "#batch 1 row column"],
+        rows: slice,
+        columns: slice,
+    ) -> None:
+        """Take in a block (Chan, Golub and LeVeque's merging of means and squares)."""
+        # Column c of the skewed block is distance high - c; what causality forbids is not looked at.
+        high = rows.stop - 1 + self.offset - columns.start
+        count_of = min(x.shape[2] + x.shape[3] - 1, high - self.first + 1)
+        x, here = (skewed(part)[..., :count_of] for part in (x, may.expand(x.shape[0], -1, -1, -1)))
+        count = here.sum(2)
+        pivot = x.gather(2, here.int().argmax(2, keepdim=True).expand(-1, x.shape[1], -1, -1))
+        about = x - pivot
+        whole = (count == x.shape[2]).flatten(0, 1).all(0)
+        for some in _runs(~whole):
+            about[..., some].masked_fill_(~here[..., some], 0)
+        total, squares = about.sum(2).double(), about.square_().sum(2).double()
+        some_count = count.clamp(min=1)
+        mean = pivot[:, :, 0].double() + total / some_count
+        squares = squares - total.square() / some_count
+        count, mean, squares = (part.flip(-1).cpu() for part in (count.double(), mean, squares))
+
+        low = high - count_of + 1 - self.first
+        there = slice(low, low + count_of)
+        both = self.count[..., there] + count
+        away = mean - self.mean[..., there]
+        share = count / both.clamp(min=1)
+        self.mean[..., there] += away * share
+        self.squares[..., there] += squares.clamp(min=0) + away.square() * self.count[..., there] * share
+        self.count[..., there] = both
+
+    def profile(self) -> Profile:
+        """Over all sequences."""
+        count = self.count.sum(0)
+        some = count.clamp(min=1)
+        mean = (self.mean * self.count).sum(0) / some
+        between = (self.count * (self.mean - mean).square()).sum(0)
+        spread = ((self.squares.sum(0) + between) / some).sqrt()
+        none = count == 0
+        return Profile(self.first, *(x.masked_fill(none, torch.nan).float() for x in (mean, spread)))
+
+    def spread(self) -> Float[Tensor, " head"]:
+        """How far pairs are from the mean of their own diagonal in their own sequence, root mean square."""
+        return (self.squares.sum((0, 2)) / self.count.sum().clamp(min=1)).sqrt().float()
+
+
+def skewed(x: Tensor) -> Tensor:
+    """(..., row, column) as (..., row, row + column - 1) with diagonals as columns, 0 where there is nothing.
+
+    >>> skewed(torch.tensor([[1, 2, 3], [4, 5, 6]]))
+    tensor([[0, 1, 2, 3],
+            [4, 5, 6, 0]])
+    """
+    *shape, rows, columns = x.shape
+    wider = columns + rows - 1
+    made = x.new_zeros(*shape, rows, wider)
+    # Each row begins one place before that below: seen with rows one shorter, it is where the block lies.
+    strides = (*made.stride()[:-2], wider - 1, 1)
+    made.as_strided(x.shape, strides, rows - 1).copy_(x)
+    return made
+
+
+def _runs(some: Bool[Tensor, " column"]) -> list[slice]:
+    """Where neighbours are True, as slices.
+
+    >>> _runs(torch.tensor([True, True, False, True]))
+    [slice(0, 2, None), slice(3, 4, None)]
+    """
+    edges = F.pad(some.int(), (1, 1)).diff().nonzero().flatten().tolist()
+    return [slice(first, last) for first, last in zip(edges[0::2], edges[1::2], strict=True)]
+
+
+def uniform(bias: Bias, *, causal: bool) -> Profile | None:
+    """The profile of a bias that is seen to depend on distance alone; None where it is not, or that is hard to see."""
+    _, _, queries, keys = bias.shape
+    if bias.shape[0] != 1 or queries != keys or not _steady(bias):
+        return None
+    past = bias.tile(slice(queries - 1, queries), slice(None))[0, :, 0].flip(-1)
+    if causal:
+        return Profile(0, past.float().cpu(), torch.zeros_like(past, device="cpu").float())
+    ahead = bias.tile(slice(0, 1), slice(1, None))[0, :, 0].flip(-1)
+    mean = torch.cat([ahead, past], -1).float().cpu()
+    return Profile(1 - keys, mean, torch.zeros_like(mean))
+
+
+def _steady(bias: Bias) -> bool:
+    """Whether queries and keys stand in even steps, and slopes do not change."""
+    if isinstance(bias, DistanceBias):
+        return all(bool((x.diff() == 1).all()) for x in (bias.query, bias.key))
+    if isinstance(bias, LevelBias):
+        steps = torch.cat([bias.query_level.diff(), bias.key_level.diff()], -1)
+        slopes = wide(bias.slope)
+        return bool((steps == steps[..., :1]).all() and (slopes == slopes[..., :1]).all())
+    return False

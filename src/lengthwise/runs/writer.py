@@ -1,0 +1,130 @@
+"""A run's folder as it is written: by one process at a time, and so that nothing is lost or half there."""
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import yaml
+
+from lengthwise.runs.run import CHECKPOINTS, CONFIG, FINAL, LOCK, MAPS, METRICS, read_metrics
+from lengthwise.runs.sealed import DAMAGED, OLD, PARTIAL, begin, discard, is_sealed, read_seal, seal
+
+log = logging.getLogger(__name__)
+PATIENCE = 1.0
+"""Seconds to wait for a lock: a reader that looks whether it is held holds it for a moment itself."""
+
+
+class RunWriter:
+    """The right to write to a run's folder, held until it is closed or the process ends."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.folder / LOCK).open("a")
+        if not self._locked():
+            self._lock.close()
+            raise BlockingIOError(
+                f"a run's folder has one writer at a time; another process is writing to {self.folder}. "
+                "Wait for it, or choose another --out."
+            )
+        for left in [*(self.folder / CHECKPOINTS).glob(f"*{PARTIAL}"), *(self.folder / CHECKPOINTS).glob(f"*{OLD}")]:
+            shutil.rmtree(left)
+        self._metrics = (self.folder / METRICS).open("a")
+
+    def _locked(self) -> bool:
+        until = time.monotonic() + PATIENCE
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except OSError:
+                if time.monotonic() > until:
+                    return False
+                time.sleep(0.05)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._metrics.close()
+        self._lock.close()
+
+    def write_config(self, config: dict[str, Any]) -> None:
+        """Keep what the run was started with."""
+        partial = self.folder / (CONFIG + PARTIAL)
+        partial.write_text(yaml.safe_dump(config, sort_keys=False))
+        os.replace(partial, self.folder / CONFIG)
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Add a line to the metrics."""
+        self._metrics.write(json.dumps(line) + "\n")
+        self._metrics.flush()
+
+    def cut(self, step: int) -> None:
+        """Remove every line of the metrics, and every map, that is after a step: they will come again."""
+        kept = [line for line in read_metrics(self.folder / METRICS) if line["step"] <= step]
+        partial = self.folder / (METRICS + PARTIAL)
+        with partial.open("w") as file:
+            file.writelines(json.dumps(line) + "\n" for line in kept)
+            file.flush()
+            os.fsync(file.fileno())
+        self._metrics.close()
+        os.replace(partial, self.folder / METRICS)
+        self._metrics = (self.folder / METRICS).open("a")
+        for path in (self.folder / MAPS).glob("step-*"):
+            if int(path.stem.removeprefix("step-")) > step:
+                path.unlink()
+
+    def map_path(self, step: int) -> Path:
+        """Where the position maps of a step go, without a suffix."""
+        (self.folder / MAPS).mkdir(exist_ok=True)
+        return self.folder / MAPS / f"step-{step:08d}"
+
+    def begin_checkpoint(self, step: int) -> Path:
+        """A folder to fill with the state after a step."""
+        return begin(self.folder / CHECKPOINTS / f"step-{step:08d}")
+
+    def seal_checkpoint(self, partial: Path, note: dict[str, Any], *, keep: int) -> None:
+        """Make a filled folder a checkpoint, and remove all but the last `keep`."""
+        os.fsync(self._metrics.fileno())
+        seal(partial, note)
+        for old in self._checkpoints()[:-keep]:
+            discard(old)
+
+    def newest_checkpoint(self) -> tuple[Path, dict[str, Any]] | None:
+        """The newest checkpoint that is whole, with its note; damaged ones are named and set aside."""
+        damaged = None
+        for path in reversed(self._checkpoints()):
+            try:
+                return path, read_seal(path)
+            except ValueError as fault:
+                damaged = damaged or fault
+                log.warning("checkpoint %s is damaged: %s. Falling back to the one before it.", path, fault)
+                aside = path.with_name(path.name + DAMAGED)
+                shutil.rmtree(aside, ignore_errors=True)
+                os.rename(path, aside)
+        if damaged:
+            raise ValueError(
+                f"a run to resume must have one whole checkpoint; all of {self.folder} are damaged, the newest because "
+                f"{damaged}. Start again in another folder; the damaged ones are kept beside, named *{DAMAGED}."
+            )
+        return None
+
+    def finish(self, fill: Callable[[Path], None], note: dict[str, Any]) -> None:
+        """Write the final model's folder by a function that fills it."""
+        partial = begin(self.folder / FINAL)
+        fill(partial)
+        discard(self.folder / FINAL)
+        seal(partial, note)
+
+    def _checkpoints(self) -> list[Path]:
+        return sorted(path for path in (self.folder / CHECKPOINTS).glob("step-*") if is_sealed(path))

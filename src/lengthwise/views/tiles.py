@@ -1,0 +1,123 @@
+"""A matrix of every head pooled by tiles, from blocks of rows, so that the whole of it is never alive.
+
+A picture has fewer pixels than a long sequence has pairs of tokens. A tile keeps the mean of its pairs, and the least
+and the greatest, so that what is narrow is not lost in the mean.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lengthwise.bias import Bias
+
+BLOCK = 2**20
+"""How many numbers a block of rows may have, of all heads and sequences: little enough for a processor's cache."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """The mean, the least and the greatest of tiles of `pool` queries by `pool` keys; NaN where no pair may meet."""
+
+    pool: int
+    mean: Float[Tensor, "head row column"]
+    least: Float[Tensor, "head row column"]
+    greatest: Float[Tensor, "head row column"]
+
+    @property
+    def exact(self) -> bool:
+        """Whether every tile is one pair."""
+        return self.pool == 1
+
+
+class TilePool:
+    """Tiles in the making; every block begins at a multiple of `pool`."""
+
+    def __init__(self, heads: int, queries: int, keys: int, pool: int) -> None:
+        self.pool, self.shape = pool, (heads, -(-queries // pool), -(-keys // pool))
+        kept = 1 if pool == 1 else 3
+        self.kept = [torch.full(self.shape, torch.nan) for _ in range(kept)]
+
+    def add(
+        self, x: Float[Tensor, "head row column"], may: Bool[Tensor, "row column"], rows: slice, columns: slice
+    ) -> None:
+        """Take in a block; what `may` forbids does not count."""
+        if self.pool == 1:
+            self.kept[0][:, rows, columns] = fill(x.float().clone(), may, torch.nan)
+            return
+        p = self.pool
+        x, may = (F.pad(part, (0, -part.shape[-1] % p, 0, -part.shape[-2] % p)) for part in (x, may))
+        # Columns that all rows see need no mask, and under causality they are most.
+        free = first_forbidden(may) // p * p
+        rows = slice(rows.start // p, -(-rows.stop // p))
+        for some, mask in ((slice(0, free), None), (slice(free, x.shape[2]), may[:, free:])):
+            if some.start < some.stop:
+                there = slice(columns.start // p + some.start // p, columns.start // p + some.stop // p)
+                for kept, found in zip(self.kept, _pooled(x[:, :, some].float(), mask, p), strict=True):
+                    kept[:, rows, there] = found
+
+    def done(self) -> Tiles:
+        """The tiles."""
+        mean, least, greatest = self.kept if self.pool > 1 else self.kept * 3
+        return Tiles(self.pool, mean, least, greatest)
+
+
+def _pooled(x: Tensor, may: Tensor | None, p: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, least and greatest of every tile of a block; rows go first, since along them memory is read in order."""
+    if may is None:
+        by_rows = x.unflatten(1, (-1, p))
+        total, least, greatest = by_rows.sum(2), by_rows.amin(2), by_rows.amax(2)
+        total, least, greatest = (part.unflatten(2, (-1, p)) for part in (total, least, greatest))
+        return total.sum(3) / p**2, least.amin(3), greatest.amax(3)
+    tiles = x.unflatten(2, (-1, p)).unflatten(1, (-1, p))
+    here = may.unflatten(1, (-1, p)).unflatten(0, (-1, p))
+    count = here.sum((1, 3))
+    mean = tiles.masked_fill(~here, 0).sum((2, 4)) / count
+    least = tiles.masked_fill(~here, torch.inf).amin((2, 4))
+    greatest = tiles.masked_fill(~here, -torch.inf).amax((2, 4))
+    return mean, least.masked_fill(count == 0, torch.nan), greatest.masked_fill(count == 0, torch.nan)
+
+
+def first_forbidden(may: Bool[Tensor, "*batch row column"]) -> int:
+    """How many of the first columns every row may see."""
+    forbidden = ~may.flatten(0, -2).all(0)
+    return int(forbidden.int().argmax()) if forbidden.any() else may.shape[-1]
+
+
+def fill(x: Tensor, may: Bool[Tensor, "*batch row column"], value: float) -> Tensor:
+    """x with a value put in place of what is forbidden; only the columns where anything is are touched."""
+    free = first_forbidden(may)
+    x[..., free:].masked_fill_(~may[..., free:], value)
+    return x
+
+
+def blocks(shape: tuple[int, int, int, int], pool: int, *, causal: bool) -> Iterator[tuple[slice, slice]]:
+    """Blocks of rows of a (batch, head, query, key) matrix, each with the columns that it may reach.
+
+    Queries are the last slots where there are fewer of them than keys.
+    """
+    batch, heads, queries, keys = shape
+    count = max(1, BLOCK // (batch * heads * keys * pool)) * pool
+    for first in range(0, queries, count):
+        last = min(first + count, queries)
+        yield slice(first, last), slice(0, max(1, min(keys, last + keys - queries)) if causal else keys)
+
+
+def order(rows: slice, columns: slice, queries: int, keys: int) -> Bool[Tensor, "row column"]:
+    """Which keys of a block stand at or before the query."""
+    slots = torch.arange(rows.start, rows.stop)[:, None] + keys - queries
+    return torch.arange(columns.start, columns.stop) <= slots
+
+
+def tiles_of(bias: Bias, resolution: int, *, causal: bool) -> Tiles:
+    """The tiles of a bias, at most `resolution` along either side; of the first sequence if it has several."""
+    _, heads, queries, keys = bias.shape
+    pool = -(-max(queries, keys) // resolution)
+    made = TilePool(heads, queries, keys, pool)
+    for rows, columns in blocks(bias.shape, pool, causal=causal):
+        may = order(rows, columns, queries, keys)
+        made.add(bias.tile(rows, columns)[0], may if causal else torch.ones_like(may), rows, columns)
+    return made.done()

@@ -1,0 +1,275 @@
+"""Sources, tokenizers, token files and their order: everything a training run reads."""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from lengthwise.data import Batches, documents, load_tokenizer, prepare, preparing
+from lengthwise.data.files import PIECE, read_text
+from lengthwise.data.hub import joined_articles
+from lengthwise.data.sources import resolve
+from lengthwise.data.tokens import Shard, Tokens, file_hash
+
+BYTES = load_tokenizer("bytes")
+
+
+def text_folder(folder, count=41, words=17):
+    folder.mkdir()
+    for i in range(count):
+        (folder / f"{i:03d}.txt").write_text(f"file {i} " + "word " * words)
+    return folder
+
+
+def test_train_and_held_out_are_the_whole_and_do_not_meet(tmp_path):
+    folder = text_folder(tmp_path / "texts")
+    train, held_out = (set(documents(folder, split)) for split in ("train", "held-out"))
+    assert not train & held_out
+    assert train | held_out == set(documents(folder, "all"))
+    assert len(held_out) == 2
+
+
+def test_the_standard_library_has_text_and_the_same_split_every_time():
+    held_out = list(documents("stdlib", "held-out"))
+    assert held_out == list(documents("stdlib", "held-out"))
+    size = sum(map(len, documents("stdlib", "train")))
+    assert size > 5_000_000
+    assert size / 40 < sum(map(len, held_out)) < size / 10
+
+
+def test_the_documents_of_jsonl_and_parquet_are_their_text_fields(tmp_path):
+    from pyarrow import Table, parquet
+
+    texts = [f"row {i}\nünïcode" for i in range(61)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text, "n": 1}) + "\n" for text in texts))
+    parquet.write_table(Table.from_pydict({"text": texts}), tmp_path / "a.parquet")
+    for name in ("a.jsonl", "a.parquet"):
+        assert list(documents(tmp_path / name, "all")) == texts
+        train, held_out = (list(documents(tmp_path / name, split)) for split in ("train", "held-out"))
+        assert held_out
+        assert sorted(train + held_out) == sorted(texts)
+
+
+def test_of_one_text_file_the_last_twentieth_is_held_out(tmp_path):
+    text = "".join(f"line {i} é\n" for i in range(1013))
+    (tmp_path / "a.txt").write_text(text)
+    train, held_out = ("".join(documents(tmp_path / "a.txt", split)) for split in ("train", "held-out"))
+    assert train + held_out == text
+    assert 0.03 < len(held_out) / len(text) < 0.07
+
+
+def test_one_line_of_50_mb_is_read_in_pieces(tmp_path):
+    (tmp_path / "a.txt").write_bytes("é".encode() * 25_000_001)
+    pieces = list(read_text(tmp_path / "a.txt"))
+    assert max(map(len, pieces)) == PIECE
+    assert sum(map(len, pieces)) == 25_000_001
+    held_out = "".join(documents(tmp_path / "a.txt", "held-out"))
+    assert set(held_out) == {"é"}
+
+
+def test_a_character_across_two_pieces_is_one_and_nul_is_text(tmp_path):
+    text = "a" * (PIECE - 1) + "é\0" + "b" * 7
+    (tmp_path / "a.txt").write_text(text)
+    assert "".join(read_text(tmp_path / "a.txt")) == text
+
+
+@pytest.mark.parametrize("before", [3, PIECE + 11])
+def test_bytes_that_are_not_utf8_are_named_by_file_and_offset(tmp_path, before):
+    (tmp_path / "a.txt").write_bytes(b"a" * before + b"\xff more")
+    with pytest.raises(ValueError, match=rf"a\.txt has byte 0xff at offset {before} .*iconv"):
+        list(documents(tmp_path / "a.txt", "all"))
+    line = b'{"text": "fine"}\n'
+    (tmp_path / "b.jsonl").write_bytes(line + b'{"text": "\xff"}\n')
+    with pytest.raises(ValueError, match=rf"b\.jsonl has byte 0xff at offset {len(line) + 10}"):
+        list(documents(tmp_path / "b.jsonl", "all"))
+
+
+def test_a_line_that_is_not_json_or_has_no_text_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\nnonsense\n')
+    with pytest.raises(ValueError, match=r"a\.jsonl must have one JSON object a line; line 2"):
+        list(documents(tmp_path / "a.jsonl", "all"))
+    (tmp_path / "a.jsonl").write_text('{"body": "a"}\n')
+    with pytest.raises(ValueError, match=r'the field "text"; .*line 1 has none'):
+        list(documents(tmp_path / "a.jsonl", "all"))
+
+
+@pytest.mark.parametrize("name", ["no-such-place", "stdlb", "../up/there/x"])
+def test_data_that_is_not_there_is_answered_with_what_could_be(name):
+    with pytest.raises(ValueError, match=r"data must be 'stdlib', a file .*'wikitext-103'.* came"):
+        documents(name)
+
+
+def test_a_folder_without_text_and_an_empty_corpus_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="folder with such files"):
+        documents(tmp_path)
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(ValueError, match="the train split of .* must have a document; it is empty"):
+        prepare(tmp_path / "a.txt", BYTES, cache=tmp_path / "cache")
+
+
+def test_lines_of_wikitext_become_articles():
+    lines = ["", " = One = \n", " text \n", " = = Part = = \n", " more \n", " = Two = \n", " end \n"]
+    assert list(joined_articles(lines[1:])) == ["".join(lines[1:5]), "".join(lines[5:])]
+
+
+def test_a_data_set_of_the_hub_is_streamed_and_split_by_rows(monkeypatch):
+    asked = []
+
+    def load_dataset(*arguments, **options):
+        asked.append((arguments, options))
+        return iter([{"text": f"row {i}"} for i in range(57)])
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    train, held_out = (list(documents("fineweb-edu", split)) for split in ("train", "held-out"))
+    assert asked[0] == (("HuggingFaceFW/fineweb-edu", "sample-10BT"), {"split": "train", "streaming": True})
+    assert held_out
+    assert len(train) + len(held_out) == 57
+    list(documents("wikitext-103", "held-out"))
+    assert asked[-1][1]["split"] == "validation"
+    list(documents("owner/name:some", "train"))
+    assert asked[-1][0] == ("owner/name", "some")
+
+
+def test_the_hub_out_of_reach_is_said_with_what_to_do(monkeypatch):
+    def fail(*arguments, **options):
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr("datasets.load_dataset", fail)
+    with pytest.raises(OSError, match=r"no route to host\. Check the name and the network"):
+        list(documents("owner/name"))
+
+
+def test_a_bpe_is_learned_once_and_the_same_text_gives_the_same_one(tmp_path):
+    folder = text_folder(tmp_path / "texts")
+    first, kept, again = (load_tokenizer("bpe:280", source=folder, cache=tmp_path / cache) for cache in ("a", "a", "b"))
+    assert len(list((tmp_path / "a/tokenizers").iterdir())) == 1
+    assert first.backend_tokenizer.to_str() == kept.backend_tokenizer.to_str() == again.backend_tokenizer.to_str()
+    assert len(first) <= 280
+    text = "word Größe \0 <|endoftext|>"
+    assert first.decode(first(text)["input_ids"]) == text
+
+
+def test_gpt2_comes_from_its_two_files(tmp_path):
+    letters = {chr(i): i - 97 for i in range(97, 123)} | {"Ġ": 26, "he": 27, "<|endoftext|>": 28}
+    (tmp_path / "encoder.json").write_text(json.dumps(letters))
+    (tmp_path / "vocab.bpe").write_text("#version: 0.2\nh e\n")
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer("he he")["input_ids"] == [27, 26, 27]
+    assert tokenizer.eos_token_id == 28
+
+
+@pytest.mark.parametrize("name", ["bpe", "bpe:", "byte", "nowhere/at/all"])
+def test_an_unknown_tokenizer_is_answered_with_the_known(name):
+    with pytest.raises(ValueError, match=r"'bytes', 'bpe:' and a size, 'gpt2', or a folder.* came"):
+        load_tokenizer(name)
+
+
+def test_a_bpe_smaller_than_its_bytes_is_refused():
+    with pytest.raises(ValueError, match="257 tokens at least; 'bpe:100' came"):
+        load_tokenizer("bpe:100")
+
+
+def prepared(folder, cache, **options):
+    return prepare(folder, BYTES, cache=cache, **options)
+
+
+def test_tokens_are_the_documents_each_with_its_end(tmp_path):
+    folder = text_folder(tmp_path / "texts")
+    (folder / "x.txt").write_text("says <|endoftext|> itself")
+    tokens = prepared(folder, tmp_path, split="all", shard=301)
+    row = tokens.read(0, len(tokens))
+    assert len(tokens.shards) > 5
+    texts = list(documents(folder, "all"))
+    assert (row == 256).sum() == len(texts)
+    assert BYTES.decode(row) == "".join(text + "<|endoftext|>" for text in texts)
+    assert (tokens.read(290, 67) == row[290:357]).all()
+    assert tokens.sha256 == prepared(folder, tmp_path, split="all", shard=301).sha256
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "sidecar", "missing"])
+def test_a_damaged_token_file_is_named_and_made_again(tmp_path, caplog, damage):
+    folder = text_folder(tmp_path / "texts")
+    tokens = prepared(folder, tmp_path, shard=301)
+    row = tokens.read(0, len(tokens))
+    path = tokens.paths[1]
+    times = [p.stat().st_mtime_ns for p in tokens.paths]
+    content = path.read_bytes()
+    if damage == "flip":
+        path.write_bytes(content[:100] + bytes([content[100] ^ 4]) + content[101:])
+    elif damage == "truncate":
+        path.write_bytes(content[:-2])
+    elif damage == "sidecar":
+        path.with_suffix(".json").write_text("{")
+    else:
+        path.unlink()
+    with caplog.at_level(logging.WARNING):
+        again = prepared(folder, tmp_path, shard=301)
+    assert "shard-00001.bin is damaged" in caplog.text
+    assert (again.read(0, len(again)) == row).all()
+    assert [p.stat().st_mtime_ns for p in again.paths][0] == times[0], "only the damaged one is made again"
+
+
+def test_preparing_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
+    folder = text_folder(tmp_path / "texts")
+    whole = prepared(folder, tmp_path / "whole", shard=301)
+    write, made = preparing._write, []
+
+    def write_three(path, *rest):
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        made.append(path.name)
+        return write(path, *rest)
+
+    monkeypatch.setattr(preparing, "_write", write_three)
+    with pytest.raises(KeyboardInterrupt):
+        prepared(folder, tmp_path, shard=301)
+    made.clear()
+    monkeypatch.setattr(preparing, "_write", lambda path, *rest: (made.append(path.name), write(path, *rest))[1])
+    resumed = prepared(folder, tmp_path, shard=301)
+    assert made[0] == "shard-00003.bin"
+    assert resumed.sha256 == whole.sha256
+
+
+def test_a_changed_corpus_is_prepared_anew(tmp_path):
+    folder = text_folder(tmp_path / "texts")
+    before = prepared(folder, tmp_path, split="all")
+    (folder / "new.txt").write_text("more")
+    assert len(prepared(folder, tmp_path, split="all")) == len(before) + 5
+    assert resolve(folder).fingerprint() != resolve("stdlib").fingerprint()
+
+
+def test_a_vocabulary_beyond_two_bytes_takes_four(tmp_path):
+    folder = text_folder(tmp_path / "texts", count=3)
+    big = load_tokenizer("bytes")
+    big.add_tokens([f"[{i}]" for i in range(2**16)])
+    assert prepare(folder, big, cache=tmp_path).shards[0].dtype == "<u4"
+
+
+def counted(tmp_path, count):
+    path = tmp_path / "shard.bin"
+    np.arange(count, dtype="<u2").tofile(path)
+    return Tokens([path], [Shard(count, 1, "<u2", file_hash(path))], end=0)
+
+
+def test_every_token_but_the_first_is_predicted_once_an_epoch(tmp_path):
+    batches = Batches(counted(tmp_path, 1 + 13 * 6), length=7, seed=3)
+    epoch = batches.read(0, 13)
+    assert sorted(epoch[:, 1:].flatten().tolist()) == list(range(1, 79))
+    second = batches.read(13, 13)
+    assert not torch.equal(epoch, second)
+    assert sorted(second[:, 1:].flatten().tolist()) == list(range(1, 79))
+
+
+def test_the_order_depends_on_the_seed_and_the_place_alone(tmp_path):
+    tokens = counted(tmp_path, 997)
+    whole = Batches(tokens, length=7, seed=3).read(0, 300)
+    parts = Batches(tokens, length=7, seed=3)
+    assert torch.equal(torch.cat([parts.read(150, 150), parts.read(0, 150)]), torch.cat([whole[150:], whole[:150]]))
+    assert not torch.equal(Batches(tokens, length=7, seed=4).read(0, 300), whole)
+
+
+def test_a_corpus_shorter_than_a_sequence_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="one sequence of 100 tokens at least; it has 99 tokens"):
+        Batches(counted(tmp_path, 99), length=100, seed=0)
