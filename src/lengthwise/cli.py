@@ -1,11 +1,16 @@
 """The command line: parsing only. torch is loaded when a command runs, so that --help answers at once."""
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_type_hints
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ActionYesNo, ArgumentParser
 
 from lengthwise import __version__
+from lengthwise.train.config import FORMAT, TrainConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -21,7 +26,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     export.add_argument("--out", required=True, help="the folder to write, new or empty")
     commands.add_subcommand("export", export, help="a checkpoint as a folder that loads where Lengthwise is not there")
     commands.add_subcommand("show", show_parser(), help="a picture of the positional part of every head")
+    trainer = train_parser()
+    commands.add_subcommand("train", trainer, help="train one model; the same command under torchrun")
     chosen = parser.parse_args(argv)
+    if chosen.subcommand == "train" and chosen.train.resume:
+        # A run goes on with its own config; what is said on the command line is compared with it.
+        trainer.default_config_files = config_of_run(chosen.train.out)
+        chosen = parser.parse_args(argv)
     arguments = chosen[chosen.subcommand] or {}
     print(COMMANDS[chosen.subcommand](**dict(arguments)))
 
@@ -70,20 +81,68 @@ def export(source: str, out: str) -> str:
     return f"{export(source, out)} loads with AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)"
 
 
-def show(
-    what_to_show: Sequence[str], *, paper: bool, out: str | None, seed: int, force: bool, **options: object
-) -> str:
-    """A picture, or all of the paper's."""
-    if paper:
-        from lengthwise.inspect.paper import show_paper
+def train_parser() -> ArgumentParser:
+    """One option for each field of the config; `--config` reads a file first, and `--resume` the run's own."""
+    parser = ArgumentParser(description="Train one model. What is left out comes from the preset's recipe.")
+    parser.add_argument("--config", action="config", help="a YAML file with any of these options")
+    kinds = get_type_hints(TrainConfig)
+    for option in fields(TrainConfig):
+        kind = {"action": ActionYesNo} if kinds[option.name] is bool else {"type": kinds[option.name]}
+        parser.add_argument(f"--{option.name}", default=option.default, help=option.metadata["help"], **kind)
+    return parser
 
-        return show_paper(what_to_show, out=out, seed=seed, force=force)
+
+def config_of_run(out: str) -> list[str]:
+    """The config file of a run that this version can go on with."""
+    from lengthwise.runs.run import CONFIG, read_config
+
+    path = Path(out) / CONFIG
+    return [str(path)] if path.is_file() and read_config(path).get("version") == FORMAT else []
+
+
+def train(**options: Any) -> str:
+    """One run; a signal ends it with a checkpoint and the exit code that shells expect."""
+    config = TrainConfig(**{option.name: options[option.name] for option in fields(TrainConfig)})
+    if config.dry_run:
+        from lengthwise.train.plan import plan
+
+        return plan(config)
+    from lengthwise.train.loop import Stopped, train
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        run = train(config)
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        sys.exit(128 + stopped.number)
+    except (ArithmeticError, ImportError, LookupError, OSError, ValueError) as error:
+        sys.exit(f"lengthwise train: {error}")
+    return f"{run.final} has the model"
+
+
+def show(**options: Any) -> str:
+    """A picture, or all of the paper's; what cannot be shown ends with a sentence, not with a trace."""
+    from lengthwise.inspect.paper import show_paper
     from lengthwise.inspect.show import show
 
-    return show(what_to_show, out=out, seed=seed, force=force, **options)  # type: ignore[arg-type]
+    names, paper = options.pop("what_to_show"), options.pop("paper")
+    decided = {name: options.pop(name) for name in ("layer", "heads", "what", "part", "length", "text") if paper}
+    try:
+        for name, value in decided.items():
+            if value not in (None, "last"):
+                raise ValueError(f"the paper's figures decide {name} themselves; {value!r} came. Leave out --{name}.")
+        return show_paper(names, **options) if paper else show(names, **options)
+    except (NotImplementedError, OSError, ValueError) as error:
+        sys.exit(f"lengthwise show: {error}")
 
 
-COMMANDS: dict[str, Callable[..., str]] = {"encodings": encodings, "info": info, "export": export, "show": show}
+COMMANDS: dict[str, Callable[..., str]] = {
+    "encodings": encodings,
+    "info": info,
+    "export": export,
+    "show": show,
+    "train": train,
+}
 
 if __name__ == "__main__":
     main(sys.argv[1:])
