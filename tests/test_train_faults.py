@@ -210,6 +210,7 @@ def test_a_config_cannot_bring_objects(tmp_path, capsys):
 def test_what_cannot_be_trained_is_said(tmp_path, changes, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         train(small_config(tmp_path, **changes))
+    assert not (tmp_path / "run").exists()
 
 
 def test_held_out_text_shorter_than_a_sequence_is_refused(tmp_path):
