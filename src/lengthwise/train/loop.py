@@ -25,7 +25,7 @@ from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 from lengthwise.runs import Run, RunWriter
 from lengthwise.train.config import Settings, TrainConfig
 from lengthwise.train.held_out import HeldOut
-from lengthwise.train.keeping import begin, finish, save_checkpoint, whole_weights
+from lengthwise.train.keeping import begin, check_folder, finish, save_checkpoint, whole_weights
 from lengthwise.train.processes import Objective, World, clip, families, processes
 from lengthwise.train.schedule import learning_rate
 from lengthwise.train.snapshot import save_snapshot
@@ -46,8 +46,7 @@ class Stopped(Exception):  # noqa: N818
 def train(config: TrainConfig) -> Run:
     """Train a model as the config says, and give its run; one that is finished already is given as it is."""
     settings = config.resolved()
-    if not settings.out:
-        raise ValueError("a run must have a folder; --out is empty. Give one, e.g. --out runs/first.")
+    check_folder(settings)
     with processes(settings) as world:
         run(settings, world)
     return Run(settings.out)
