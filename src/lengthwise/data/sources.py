@@ -5,8 +5,8 @@
     wikitext-103, fineweb-edu       data sets of the hub that the CABLE paper trains on
     owner/name, owner/name:config   any other data set of the hub, streamed
 
-A source is split by whole files or rows, and always in the same way: "held-out" is about a twentieth, "train" the rest,
-"all" both.
+A source is split by whole files or rows, and always in the same way: "held-out" is about a twentieth (of a stream, of
+its first 100,000 rows), "train" the rest, "all" both.
 """
 
 import hashlib
