@@ -49,19 +49,29 @@ def token_losses(
 
 def _last_losses(model: PreTrainedModel, inputs: Tensor, targets: Tensor, cache: DynamicCache | None) -> Tensor:
     """The losses of predicting `targets` from the last of the inputs."""
-    keep, known = targets.shape[1], {"past_key_values": cache, "use_cache": cache is not None}
+    keep = targets.shape[1]
     if isinstance(model, LengthwiseForCausalLM):
-        x = model.transformer(inputs, **known).last_hidden_state
+        x = model.transformer(inputs, past_key_values=cache, use_cache=cache is not None).last_hidden_state
         return head_loss(x[:, x.shape[1] - keep :], model.lm_head.weight, targets, reduction="none")
-    # A cache must see every token, but a head without anything to predict need not run at full length.
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        known["logits_to_keep"] = max(1, keep)
-    logits = model(inputs, **known).logits
-    flat = logits[:, logits.shape[1] - keep :].flatten(0, 1)
+    flat = last_logits(model, inputs, keep, cache).flatten(0, 1)
     wanted = targets.flatten().to(flat.device)
     pairs = zip(flat.split(PASS), wanted.split(PASS), strict=True)
     parts = [F.cross_entropy(rows.float(), words, reduction="none") for rows, words in pairs]
     return (torch.cat(parts) if parts else flat.new_zeros(0)).view(targets.shape)
+
+
+def last_logits(
+    model: PreTrainedModel, inputs: Int[Tensor, "batch position"], keep: int, cache: DynamicCache | None = None
+) -> Float[Tensor, "batch keep word"]:
+    """The logits after the last `keep` inputs; the head runs on no others where the model can leave them out."""
+    known: dict[str, object] = {"use_cache": cache is not None}
+    if cache is not None:
+        known["past_key_values"] = cache
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        # 0 would mean all.
+        known["logits_to_keep"] = max(1, keep)
+    logits: Tensor = model(inputs, **known).logits
+    return logits[:, logits.shape[1] - keep :]
 
 
 def bytes_needed(model: PreTrainedModel, *, length: int, scored: int, batch: int = 1, chunk: int | None = None) -> int:
