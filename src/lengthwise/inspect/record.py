@@ -1,0 +1,119 @@
+"""What one layer of attention was given and what it made of it: the same for every model, whoever wrote it.
+
+    content = scale q k^T
+    scores  = content + bias, or rescore(content, bias, q, mask), or softcap tanh(content / softcap)
+    weights = softmax(scores) over the keys that may be seen, and a sink where the model has one
+
+Everything is asked for by blocks of rows. `prove` holds these lines against the layer's own output, so that a model
+which does something else is found out and not drawn wrong.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lengthwise.attention.call import Rescore
+from lengthwise.attention.reference import softmax
+from lengthwise.bias import Bias, wide
+
+Mask = Callable[[slice, slice], Bool[Tensor, "#batch 1 row column"]]
+"""Which keys some rows may see."""
+
+CHECKED = 4
+"""How many of the first and of the last rows are held against the layer's own output."""
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Some rows: content and bias are 0 and scores -inf where the mask forbids; `bias` is None where there is none."""
+
+    may: Bool[Tensor, "#batch 1 row column"]
+    content: Float[Tensor, "batch head row column"]
+    bias: Float[Tensor, "batch head row column"] | None
+    scores: Float[Tensor, "batch head row column"]
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """One call of one layer. `out` is what the layer itself made, before its last projection."""
+
+    layer: int
+    q: Float[Tensor, "batch head query dim"]
+    k: Float[Tensor, "batch kv_head key dim"]
+    v: Float[Tensor, "batch kv_head key value"]
+    out: Float[Tensor, "batch head query value"]
+    scale: float
+    mask: Mask
+    causal: bool
+    bias: Bias | None = None
+    context_free: bool = False
+    """Whether the bias is known to come from positions alone."""
+    rescore: Rescore | None = None
+    softcap: float | None = None
+    sinks: Float[Tensor, " head"] | None = None
+    rotated: Callable[[], Float[Tensor, "head distance"] | None] | None = None
+    """For rotary encodings: the kernel of the mean query and key."""
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch, head, query, key)."""
+        batch, heads, queries, _ = self.q.shape
+        return batch, heads, queries, self.k.shape[2]
+
+    @property
+    def adds(self) -> bool:
+        """Whether there is a positional term: an additive bias, or what a rescore adds to the content."""
+        return self.bias is not None or self.rescore is not None
+
+    def bias_rows(self, rows: slice, columns: slice) -> Float[Tensor, "#batch #head row column"]:
+        """Some rows of the additive term as it is described."""
+        assert self.bias is not None
+        return self.bias.tile(rows, columns)
+
+    def block(self, rows: slice, columns: slice) -> Block:
+        """Some whole rows; the columns must be all that they may see."""
+        may = self.mask(rows, columns)
+        q, k = wide(self.q[:, :, rows]), wide(self.k[:, :, columns])
+        grouped = (self.scale * q).unflatten(1, (k.shape[1], -1))
+        content = (grouped @ k[:, :, None].transpose(-1, -2)).flatten(1, 2).masked_fill_(~may, 0)
+        bias = None
+        if self.bias is not None:
+            bias = self.bias_rows(rows, columns).expand_as(content).masked_fill(~may, 0)
+        if self.rescore is not None:
+            scores = self.rescore(content, torch.zeros_like(content) if bias is None else bias, q, may)
+            # What is added in the end is the positional part, whatever it was made from.
+            bias = (scores - content).masked_fill(~may, 0)
+        else:
+            scores = content if bias is None else content + bias
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        return Block(may, content, bias, scores.masked_fill(~may, -torch.inf))
+
+    def weights(self, scores: Float[Tensor, "batch head row column"]) -> Float[Tensor, "batch head row column"]:
+        """The softmax; a sink takes its share and is left out."""
+        if self.sinks is None:
+            return softmax(scores)
+        sink = wide(self.sinks)[None, :, None, None].expand(*scores.shape[:3], 1)
+        return torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+
+    def prove(self, name: str) -> None:
+        """An error unless weights times values is the layer's own output, on its first and last rows."""
+        queries, keys = self.shape[2:]
+        for rows in {(0, min(CHECKED, queries)), (max(0, queries - CHECKED), queries)}:
+            block = self.block(slice(*rows), slice(0, keys))
+            seen = block.may.any(-1)[..., None]
+            v = wide(self.v).repeat_interleave(self.q.shape[1] // self.v.shape[1], 1)
+            expected = self.weights(block.scores) @ v
+            difference = (expected - wide(self.out[:, :, slice(*rows)])).masked_fill(~seen, 0).abs().max()
+            # A score's rounding is relative to the score, and a weight's to that; 64 keys or more even it out.
+            loudest = block.scores.masked_fill(~block.may, 0).abs().max()
+            allowed = 16 * torch.finfo(self.out.dtype).eps * (1 + loudest) * v.abs().max()
+            if not difference <= allowed:
+                raise NotImplementedError(
+                    f"layer {self.layer} of {name} must be softmax(scores) v of what it was given, to {allowed:.1e}; "
+                    f"its own output differs by {difference:.1e}, so it does more. It needs an adapter in "
+                    "lengthwise.inspect that says what."
+                )

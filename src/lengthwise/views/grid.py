@@ -1,0 +1,165 @@
+"""The paper's figures: a heat map per head, query down, key across; and all layers by all heads in small."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from lengthwise.views.canvas import (
+    GREY,
+    LARGE,
+    MIDDLE,
+    SMALL,
+    Colours,
+    axes_at,
+    colours,
+    new_figure,
+    number,
+    ticks,
+    write,
+)
+from lengthwise.views.maps import LayerMap, PositionMaps
+
+SIDE, LEFT, RIGHT, ABOVE, BELOW = 1.16, 0.32, 0.42, 0.24, 0.22
+"""A panel in inches: its side, and the room around it for ticks, colour bar and title."""
+
+RESOLUTION, SMALL_RESOLUTION = 512, 128
+"""How many pixels along a side a panel has at most: no more than a printed page shows."""
+
+GAP = 6
+"""White pixels between the small panels."""
+
+
+def grid(maps: PositionMaps, layer: int, *, heads: Sequence[int] | None = None, shared: bool = False) -> Figure:
+    """A panel per head of one layer, each with a colour bar of its own range, or all with one that they share."""
+    one = maps.layer(layer)
+    shown = checked_heads(heads, one.heads)
+    images = one.pooled(RESOLUTION).mean.numpy()
+    scale = colours(images[shown]) if shared else None
+    across = min(len(shown), max(4, math.ceil(math.sqrt(len(shown)))))
+    down = -(-len(shown) // across)
+    width, height = LEFT + SIDE + RIGHT, ABOVE + SIDE + BELOW
+    top, bottom = 0.26, 0.2
+    figure = new_figure(across * width, top + down * height + bottom)
+    write(figure, 0.06, 0.06, heading(maps, one), LARGE)
+    for place, head in enumerate(shown):
+        row, column = divmod(place, across)
+        axes = axes_at(figure, column * width + LEFT, top + row * height + ABOVE, SIDE, SIDE)
+        bar = axes_at(figure, column * width + LEFT + SIDE + 0.05, top + row * height + ABOVE, 0.06, SIDE)
+        panel(axes, one, images[head], scale or colours(images[head]), bar)
+        axes.set_title(f"Head {head + 1}", size=MIDDLE, pad=3)
+        annotate(axes, one, head)
+        if column == 0:
+            axes.set_ylabel("query", size=SMALL, labelpad=1)
+        if place + across >= len(shown):
+            axes.set_xlabel("key", size=SMALL, labelpad=1)
+    write(figure, 0.06, top + down * height + 0.06, legend(maps), SMALL, GREY)
+    return figure
+
+
+def overview(maps: PositionMaps) -> Figure:
+    """A row per layer, a column per head, every head in its own range, which stands in its corner."""
+    rows = [one.pooled(SMALL_RESOLUTION).mean.numpy() for one in maps.maps]
+    down, across = rows[0].shape[1:]
+    step = (down + GAP, across + GAP)
+    sheet = np.full((len(rows) * step[0], maps.heads * step[1], 4), 255, dtype=np.uint8)
+    side = 0.56
+    left, top = 0.5, 0.5
+    figure = new_figure(left + maps.heads * side + 0.1, top + len(rows) * side + 0.24)
+    axes = axes_at(figure, left, top, maps.heads * side, len(rows) * side)
+    for row, images in enumerate(rows):
+        for head, image in enumerate(images):
+            scale = colours(image)
+            y, x = row * step[0], head * step[1]
+            sheet[y : y + image.shape[0], x : x + image.shape[1]] = scale.paint(image)
+            if maps.maps[row].causal:
+                ends = f"{number(float(scale.norm.vmax or 0))}\n{number(float(scale.norm.vmin or 0))}"
+                axes.text(
+                    x + across, y, ends, size=4, color=GREY, ha="right", va="top", linespacing=1.0, parse_math=False
+                )
+    axes.imshow(sheet, interpolation="nearest", aspect="auto")
+    axes.set_xticks([head * step[1] + across / 2 for head in range(maps.heads)])
+    axes.set_xticklabels([f"Head {head + 1}" for head in range(maps.heads)], size=SMALL)
+    axes.set_yticks([row * step[0] + down / 2 for row in range(len(rows))])
+    axes.set_yticklabels([f"Layer {layer + 1}" for layer in maps.layers], size=SMALL)
+    axes.tick_params(length=0, labeltop=True, labelbottom=False, pad=2)
+    axes.set_frame_on(False)
+    write(figure, 0.06, 0.06, heading(maps, maps.maps[0]), LARGE)
+    said = "query down, key across; in the corner the greatest and the least of each head's colours"
+    write(figure, 0.06, top + len(rows) * side + 0.08, said, SMALL, GREY)
+    return figure
+
+
+def panel(axes: Axes, one: LayerMap, image: np.ndarray, scale: Colours, bar: Axes | None) -> None:
+    """One head: pixels, ticks and colour bar."""
+    pool = max(1, -(-max(one.queries, one.keys) // max(image.shape)))
+    down, across = image.shape[0] * pool, image.shape[1] * pool
+    drawn = axes.imshow(
+        np.ma.masked_invalid(image),
+        cmap=scale.map,
+        norm=scale.norm,
+        interpolation="nearest",
+        extent=(-0.5, across - 0.5, down - 0.5, -0.5),
+        aspect="auto",
+        rasterized=True,
+    )
+    axes.set_xlim(-0.5, one.keys - 0.5)
+    axes.set_ylim(one.queries - 0.5, -0.5)
+    axes.set_xticks(ticks(one.keys))
+    axes.set_yticks(ticks(one.queries))
+    axes.tick_params(labelsize=SMALL, length=2, width=0.5, pad=1.5)
+    for edge in axes.spines.values():
+        edge.set_linewidth(0.5)
+    if bar is not None:
+        made = axes.figure.colorbar(drawn, cax=bar)
+        made.outline.set_linewidth(0.4)
+        made.locator = _few()
+        made.update_ticks()
+        made.ax.tick_params(labelsize=SMALL, length=1.5, width=0.4, pad=1)
+
+
+def annotate(axes: Axes, one: LayerMap, head: int) -> None:
+    """The two spreads: in the empty half under causality, else above the panel's right corner."""
+    said = [
+        f"context {number(float(one.context_dependence[head]))}",
+        f"diagonals {number(float(one.diagonal_spread[head]))}",
+    ]
+    if one.causal:
+        axes.text(0.97, 0.97, "\n".join(said), transform=axes.transAxes, size=4.8, color=GREY, ha="right", va="top")
+    else:
+        axes.text(1.0, 1.01, "\n".join(said), transform=axes.transAxes, size=3.6, color=GREY, ha="right", va="bottom")
+
+
+def heading(maps: PositionMaps, one: LayerMap) -> str:
+    """What is drawn, and of what."""
+    of = f"{one.queries} tokens" if one.queries == one.keys else f"{one.queries} x {one.keys} tokens"
+    over = f", mean of {maps.sequences} sequences" if maps.shown == "mean" else ""
+    return f"{maps.title}, {of}{over}"
+
+
+def legend(maps: PositionMaps) -> str:
+    """What the numbers in the corners mean."""
+    over = f"over {maps.sequences} sequences" if maps.sequences > 1 else "over sequences (only one was seen)"
+    return (
+        f"context: spread {over} at the same query and key, 0 where the tokens do not matter; "
+        "diagonals: spread along them, 0 where only distance matters"
+    )
+
+
+def checked_heads(heads: Sequence[int] | None, count: int) -> list[int]:
+    """The heads to draw, counted from 0, or an error."""
+    shown = list(range(count)) if heads is None else list(heads)
+    for head in shown:
+        if not 0 <= head < count:
+            raise ValueError(f"a head must be from 0 to {count - 1}, since there are {count}; {head} came. Change it.")
+    if not shown:
+        raise ValueError("heads must name one head at least; none came. Leave it out for all.")
+    return shown
+
+
+def _few() -> object:
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(6)
