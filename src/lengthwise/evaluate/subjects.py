@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -41,8 +42,15 @@ def load_subject(
 
     assert lengthwise.model
     folder = Run(source).final if Run.is_run(source) else source
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
-    return Subject(name or Path(source).resolve().name, model, AutoTokenizer.from_pretrained(folder))
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise OSError(
+            f"{str(source)!r} must be a run, a folder with a causal language model and its tokenizer, or a name on the "
+            f"hub; it could not be loaded: {str(error).splitlines()[0]} Check the path."
+        ) from error
+    return Subject(name or Path(source).resolve().name, model.to(device).eval(), tokenizer)
 
 
 def scaled_subjects(subject: Subject, scalings: Sequence[Scaling]) -> list[Subject]:
