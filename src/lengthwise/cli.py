@@ -129,8 +129,7 @@ def config_of_run(out: str) -> list[str]:
 
 def train(**options: Any) -> str:
     """One run; a signal ends it with a checkpoint and the exit code that shells expect."""
-    options.pop("config", None)
-    config = TrainConfig(**options)
+    config = TrainConfig(**{option.name: options[option.name] for option in fields(TrainConfig)})
     if config.dry_run:
         from lengthwise.train.plan import plan
 

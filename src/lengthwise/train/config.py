@@ -87,6 +87,7 @@ class TrainConfig:
     encoding_options: dict[str, Any] | None = _option(None, 'its options: {"slopes": "interleaved"}')  # noqa: RUF009
     share_encoding: bool = _option(False, "one encoding for all layers instead of one each")
     preset: str = _option("nano", "the size: nano, tiny, small, medium or large")
+    sizes: dict[str, Any] | None = _option(None, 'other than the preset: {"n_layer": 2}')  # noqa: RUF009
     data: str = _option("stdlib", "stdlib, a file, a folder, wikitext-103, fineweb-edu, or owner/name of the hub")
     held_out: str | None = _option(None, "other data for the held-out loss; all of --data is then trained on")
     tokenizer: str | None = _option(None, "bytes, bpe:SIZE, gpt2, or a folder")

@@ -47,12 +47,19 @@ def train(config: TrainConfig) -> Run:
     settings = config.resolved()
     if not settings.out:
         raise ValueError("a run must have a folder; --out is empty. Give one, e.g. --out runs/first.")
+    with processes(settings) as world:
+        run(settings, world)
+    return Run(settings.out)
+
+
+def run(settings: Settings, world: World) -> None:
+    """One process's part of the run."""
     tokenizer, tokens, held_out_tokens = read_data(settings)
-    with processes(settings) as world, ExitStack() as stack:
+    with ExitStack() as stack:
         writer = world.alone(lambda: stack.enter_context(RunWriter(settings.out)))
         found = world.first(lambda: begin(settings, writer, tokens))
         if world.first(lambda: Run(settings.out).is_finished):
-            return Run(settings.out)
+            return
 
         seed_everything(settings.seed)
         model = LengthwiseForCausalLM(model_config(settings, len(tokenizer)))
@@ -133,7 +140,6 @@ def train(config: TrainConfig) -> Run:
 
         weights = whole_weights(model)
         world.alone(lambda: finish(settings, writer, model, weights, tokenizer))
-    return Run(settings.out)
 
 
 def read_data(settings: Settings) -> tuple[PreTrainedTokenizerFast, Tokens, Tokens]:
@@ -150,13 +156,13 @@ def read_data(settings: Settings) -> tuple[PreTrainedTokenizerFast, Tokens, Toke
 
 def model_config(settings: Settings, vocabulary: int) -> LengthwiseConfig:
     """The model's config; the vocabulary is rounded up to 64, which matrix units like: 50,257 is 50,304."""
+    sizes = {"n_positions": settings.length, "vocab_size": -(-vocabulary // 64) * 64} | (settings.sizes or {})
     return LengthwiseConfig.preset(
         settings.preset,
         encoding=settings.encoding,
         encoding_options=settings.encoding_options,
         share_encoding=settings.share_encoding,
-        n_positions=settings.length,
-        vocab_size=-(-vocabulary // 64) * 64,
+        **sizes,
     )
 
 

@@ -4,8 +4,10 @@ Under torchrun the model is wrapped in DDP, or in FSDP2 if it is sharded. The lo
 by their number, whatever the shares of the processes: so their number changes nothing but the order of additions.
 """
 
+import gc
 import os
 import re
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -113,9 +115,11 @@ class World:
         for parameter in whole:
             parameter.data = parameter.data.to(self.device)
         mesh = init_device_mesh(self.device.type, (self.size,))
-        for block in objective.model.transformer.h:
-            fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=whole)
-        return cast(nn.Module, fully_shard(objective, mesh=mesh, mp_policy=policy, ignored_params=whole))
+        # The root too goes back into shards after a forward pass: a measurement has no backward pass that would do it,
+        # and a checkpoint after one would hold the rounded weights of the forward pass.
+        for part in [*objective.model.transformer.h, objective]:
+            fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=whole, reshard_after_forward=True)
+        return objective
 
     def gathering(self, module: nn.Module, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of one part of a batch: gradients meet only with the last."""
@@ -172,17 +176,26 @@ def processes(config: Settings) -> Iterator[World]:
             f"every process must have a sequence of each batch; there are {config.sequences} sequences and {size} "
             "processes. Raise --batch_tokens, or start fewer."
         )
+    if config.sharded and config.sequences % size:
+        raise ValueError(
+            "with --sharded every process must have as many sequences as every other; there are "
+            f"{config.sequences} and {size} processes. Change --batch_tokens, or start another number."
+        )
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         yield World(rank, size, device, sharded=config.sharded)
-    except RuntimeError as error:
-        if size > 1 and LOST.search(str(error)):
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)
+        if isinstance(error, RuntimeError) and size > 1 and LOST.search(str(error)):
             raise ConnectionError(
                 f"all processes of a run must go on together; process {rank} cannot reach another any more. See what "
                 "that one said, then start all of them again with --resume."
             ) from error
         raise
     finally:
+        # The wrapped model must go before the group: else the group's last reference is dropped inside DDP, which then
+        # waits, with Python's lock in hand, for a thread that waits for that lock.
+        gc.collect()
         dist.destroy_process_group()
 
 
