@@ -55,12 +55,12 @@ class Part:
         return self.run is not None and self.run.is_finished
 
     def arguments(self) -> list[str]:
-        """What follows `lengthwise`: the options that differ from their defaults."""
+        """What follows `lengthwise`: the encoding, and the options that differ from their defaults."""
         plain = TrainConfig()
         found = ["train"]
         for option in dataclasses.fields(TrainConfig):
             value = getattr(self.config, option.name)
-            if value == getattr(plain, option.name):
+            if value == getattr(plain, option.name) and option.name != "encoding":
                 continue
             if isinstance(value, bool):
                 found.append(f"--{option.name}" if value else f"--no_{option.name}")
@@ -84,6 +84,8 @@ def parts(config: StudyConfig) -> list[Part]:
     for encoding in (*config.encodings, *config.encoding_options):
         find(encoding)
     shared = {name: getattr(config, name) for name in SHARED}
+    # Other lengths are measured at the end, and better; while training they would only take time.
+    length = TrainConfig(**shared).resolved().length
     found = []
     for seed in config.seeds:
         for encoding in config.encodings:
@@ -94,10 +96,10 @@ def parts(config: StudyConfig) -> list[Part]:
                 encoding_options=config.encoding_options.get(encoding),
                 seed=seed,
                 resume=True,
+                evaluate_lengths=[length],
                 **shared,
             )
             found.append(Part(encoding, seed, settings))
-    found[0].settings  # noqa: B018 - an error now, and not after hours
     return found
 
 

@@ -47,7 +47,7 @@ def lines_figure(
         marker = MARKERS[place % len(MARKERS)] if lengths else None
         axes.plot(line.x, line.y, dash, color=colour, marker=marker, markersize=3, linewidth=1.1, label=line.name)
         if line.low is not None and line.high is not None:
-            axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.15, linewidth=0)
+            axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.08, linewidth=0)
     if marked is not None:
         axes.axvline(marked, color=GREY, linewidth=0.7, linestyle=(0, (4, 3)), zorder=0)
         axes.annotate(
