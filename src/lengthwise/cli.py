@@ -62,7 +62,7 @@ def export(source: str, out: str) -> str:
 def evaluate_parser() -> ArgumentParser:
     """What to measure, and how."""
     parser = ArgumentParser()
-    parser.add_argument("sources", metavar="RUN", nargs="+", help="runs, checkpoint folders or hub names; NAME=RUN")
+    parser.add_argument("sources", metavar="RUN", nargs="*", help="runs, checkpoint folders or hub names; NAME=RUN")
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512, 1024], help="in tokens")
     parser.add_argument(
         "--protocol",
@@ -77,7 +77,7 @@ def evaluate_parser() -> ArgumentParser:
     parser.add_argument("--rope", type=str, nargs="+", default=[], help="RoPE scalings to compare, as yarn:8")
     parser.add_argument("--tasks", type=str, nargs="+", default=[], help="synthetic tasks, e.g. copy passkey")
     parser.add_argument("--examples", type=int, default=100, help="of each task, length and depth")
-    parser.add_argument("--device", default="cpu", help="where the models run")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, or auto")
     parser.add_argument("--out", type=str | None, help="a folder for JSON, CSV, Markdown, LaTeX and figures")
     return parser
 

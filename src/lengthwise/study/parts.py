@@ -22,6 +22,7 @@ SHARED = (
     "learning_rate",
     "final_learning_rate",
     "warmup",
+    "device",
 )
 """The fields that every run of a study has from its config."""
 
