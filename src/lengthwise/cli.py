@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     trainer = train_parser()
     commands.add_subcommand("train", trainer, help="train one model; the same command under torchrun")
     commands.add_subcommand("study", study_parser(), help="train, measure and compare several encodings: one report")
+    commands.add_subcommand("show", show_parser(), help="a picture of the positional part of every head")
     chosen = parser.parse_args(argv)
     if chosen.subcommand == "train" and chosen.train.resume:
         # A run goes on with its own config; what is said on the command line is compared with it.
@@ -36,6 +37,29 @@ def main(argv: Sequence[str] | None = None) -> None:
         chosen = parser.parse_args(argv)
     arguments = chosen[chosen.subcommand] or {}
     print(COMMANDS[chosen.subcommand](**dict(arguments)))
+
+
+def show_parser() -> ArgumentParser:
+    """The arguments of `lengthwise show`."""
+    parser = ArgumentParser()
+    parser.add_argument(
+        "what_to_show",
+        nargs="*",
+        metavar="WHAT",
+        help="an encoding's name, a run, a checkpoint folder or a name on the hub; several are drawn side by side",
+    )
+    parser.add_argument("--out", help="the picture (.png, .svg, .pdf), or with --paper a folder")
+    parser.add_argument("--paper", action="store_true", help="figures 8 to 15 of the CABLE paper, of runs if given")
+    parser.add_argument("--layer", type=str, default="last", help="from 1 on, such as 3 or 1-4; 'last' or 'all'")
+    parser.add_argument("--heads", type=str, help="from 1 on, such as 1-3,12; all if not given")
+    parser.add_argument("--what", type=str, help="bias, content, scores, weights or profile; bias if there is one")
+    parser.add_argument("--part", type=str, help="decoder, encoder or cross, where a model has them")
+    parser.add_argument("--length", type=int, help="how many tokens; 512 if the model takes them")
+    parser.add_argument("--text", type=str, help="what the model reads; sampled from held-out text if not given")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--force", action="store_true", help="overwrite a picture that is there")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with a checkpoint")
+    return parser
 
 
 def encodings() -> str:
@@ -148,7 +172,7 @@ def train(**options: Any) -> str:
 
 
 def study_parser() -> ArgumentParser:
-    """One option for each field of the study's config; `--config` takes a file or the name of one that ships."""
+    """One option for each field of the study's config; `--config` reads a file first."""
     from lengthwise.study.config import StudyConfig
 
     parser = ArgumentParser(description="Train several encodings, measure them, draw their heads, write one report.")
@@ -181,6 +205,19 @@ def study(plan: bool, **options: Any) -> str:
         sys.exit(f"lengthwise study: {error}")
 
 
+def show(
+    what_to_show: Sequence[str], *, paper: bool, out: str | None, seed: int, force: bool, **options: object
+) -> str:
+    """A picture, or all of the paper's."""
+    if paper:
+        from lengthwise.inspect.paper import show_paper
+
+        return show_paper(what_to_show, out=out, seed=seed, force=force)
+    from lengthwise.inspect.show import show
+
+    return show(what_to_show, out=out, seed=seed, force=force, **options)  # type: ignore[arg-type]
+
+
 COMMANDS: dict[str, Callable[..., str]] = {
     "encodings": encodings,
     "info": info,
@@ -188,6 +225,7 @@ COMMANDS: dict[str, Callable[..., str]] = {
     "train": train,
     "evaluate": evaluate,
     "study": study,
+    "show": show,
 }
 
 if __name__ == "__main__":

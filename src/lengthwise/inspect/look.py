@@ -170,8 +170,8 @@ def _checked_layers(layer: Layers, depth: int) -> list[int]:
     for one in asked:
         if not isinstance(one, int) or isinstance(one, bool) or not -depth <= one < depth:
             raise ValueError(
-                f"layer must be a whole number from {-depth} to {depth - 1}, since there are {depth}; {came(one)} came. "
-                "Count from 0, or from -1 backwards."
+                f"layer must be a whole number from {-depth} to {depth - 1}, since there are {depth}; {came(one)} "
+                "came. Count from 0, or from -1 backwards."
             )
     if not asked:
         raise ValueError("layer must name one layer at least; none came. Give a number or 'all'.")

@@ -108,9 +108,10 @@ class Record:
             v = wide(self.v).repeat_interleave(self.q.shape[1] // self.v.shape[1], 1)
             expected = self.weights(block.scores) @ v
             difference = (expected - wide(self.out[:, :, slice(*rows)])).masked_fill(~seen, 0).abs().max()
-            # A score's rounding is relative to the score, and a weight's to that; 64 keys or more even it out.
+            # A score's rounding is relative to the score, and a weight's to that; inside, float32 is usual everywhere.
             loudest = block.scores.masked_fill(~block.may, 0).abs().max()
-            allowed = 16 * torch.finfo(self.out.dtype).eps * (1 + loudest) * v.abs().max()
+            eps = max(torch.finfo(dtype).eps for dtype in (self.out.dtype, torch.float32))
+            allowed = 16 * eps * (1 + loudest) * v.abs().max()
             if not difference <= allowed:
                 raise NotImplementedError(
                     f"layer {self.layer} of {name} must be softmax(scores) v of what it was given, to {allowed:.1e}; "

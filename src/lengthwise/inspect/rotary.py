@@ -31,7 +31,7 @@ def kernel(
     means = [_mean(x, real).expand(-1, -1, q.shape[2], -1) for x in (q, k)]
     turned_q, turned_k = turn(*means)
     at_zero = turned_k[:, :, :1].repeat_interleave(q.shape[1] // k.shape[1], 1)
-    return scale * (turned_q * at_zero).sum(-1)[0].cpu()
+    return scale * (turned_q * at_zero).sum(-1)[0].float().cpu()
 
 
 def kernel_of_turned(

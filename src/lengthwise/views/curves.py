@@ -14,19 +14,19 @@ from lengthwise.views.canvas import colours as range_of
 from lengthwise.views.grid import checked_heads, heading, panel
 from lengthwise.views.maps import LayerMap, PositionMaps
 
-WIDTH, HEIGHT, LEFT, TOP, BELOW, KEY = 2.9, 2.1, 0.55, 0.5, 0.42, 0.75
+WIDTH, HEIGHT, LEFT, TOP, BELOW, KEY = 2.9, 2.1, 0.62, 0.48, 0.42, 0.75
+"""Inches: of a panel, of the room at its left, above and below it, and of the key beside it."""
 
 
 def curves(
     maps: PositionMaps,
-    layer: int,
     *,
     heads: Sequence[int] | None = None,
     log: bool = False,
     spread: bool | None = None,
 ) -> Figure:
-    """One layer's heads against distance; beside them the kernels of rotary heads where they are known."""
-    one = maps.layer(layer)
+    """The only layer's heads against distance; beside them the kernels of rotary heads where they are known."""
+    (one,) = maps.maps
     shown = checked_heads(heads, one.heads)
     panels = 1 if one.kernel is None else 2
     figure = new_figure(panels * (LEFT + WIDTH) + KEY, TOP + HEIGHT + BELOW)
@@ -51,7 +51,7 @@ def compare(
     """
     if not several:
         raise ValueError("a comparison needs one model's maps at least; none came. Give a list of PositionMaps.")
-    ones = [maps.maps[-1] if layer is None else maps.layer(layer) for maps in several]
+    ones = [maps.only(layer).maps[0] for maps in several]
     mapped = all(one.described is not None or one.tiles is not None for one in ones)
     shown = checked_heads(
         range(min(3, min(o.heads for o in ones))) if heads is None else heads, min(o.heads for o in ones)
@@ -76,7 +76,7 @@ def compare(
             place = axes_at(figure, left, top, side, side)
             panel(place, one, image, range_of(image), bar)
             place.set_ylabel(f"Head {head + 1}", size=SMALL, labelpad=1)
-    write(figure, 0.06, 0.06, " and ".join(dict.fromkeys(f"{maps.encoding} ({maps.model})" for maps in several)), LARGE)
+    write(figure, 0.06, 0.06, ", ".join(dict.fromkeys(maps.model for maps in several)), LARGE)
     return figure
 
 
@@ -101,7 +101,7 @@ def finish(axes: Axes, what: str, *, log: bool) -> None:
     """Labels, ticks and the kind of axis; logarithmic but for distances 0 and 1, so that 0 is there too."""
     if log:
         axes.set_xscale("symlog", linthresh=1, base=10)
-    axes.set_xlabel("distance (query − key)", size=MIDDLE)
+    axes.set_xlabel("distance (query \N{MINUS SIGN} key)", size=MIDDLE)
     axes.set_ylabel(what, size=MIDDLE)
     axes.tick_params(labelsize=SMALL, length=2, width=0.5)
     axes.axhline(0, color=GREY, linewidth=0.4, zorder=0)

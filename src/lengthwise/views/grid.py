@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
 from lengthwise.views.canvas import (
     GREY,
@@ -22,7 +23,7 @@ from lengthwise.views.canvas import (
 )
 from lengthwise.views.maps import LayerMap, PositionMaps
 
-SIDE, LEFT, RIGHT, ABOVE, BELOW = 1.16, 0.32, 0.42, 0.24, 0.22
+SIDE, LEFT, RIGHT, ABOVE, BELOW = 1.16, 0.34, 0.45, 0.24, 0.22
 """A panel in inches: its side, and the room around it for ticks, colour bar and title."""
 
 RESOLUTION, SMALL_RESOLUTION = 512, 128
@@ -32,9 +33,9 @@ GAP = 6
 """White pixels between the small panels."""
 
 
-def grid(maps: PositionMaps, layer: int, *, heads: Sequence[int] | None = None, shared: bool = False) -> Figure:
-    """A panel per head of one layer, each with a colour bar of its own range, or all with one that they share."""
-    one = maps.layer(layer)
+def grid(maps: PositionMaps, *, heads: Sequence[int] | None = None, shared: bool = False) -> Figure:
+    """A panel per head of the only layer, each with a colour bar of its own range, or all with one that they share."""
+    (one,) = maps.maps
     shown = checked_heads(heads, one.heads)
     images = one.pooled(RESOLUTION).mean.numpy()
     scale = colours(images[shown]) if shared else None
@@ -100,7 +101,9 @@ def panel(axes: Axes, one: LayerMap, image: np.ndarray, scale: Colours, bar: Axe
         np.ma.masked_invalid(image),
         cmap=scale.map,
         norm=scale.norm,
-        interpolation="nearest",
+        # Pixels as they are where there is room, and where not the mean of their numbers: no false stripes.
+        interpolation="auto",
+        interpolation_stage="data",
         extent=(-0.5, across - 0.5, down - 0.5, -0.5),
         aspect="auto",
         rasterized=True,
@@ -115,9 +118,11 @@ def panel(axes: Axes, one: LayerMap, image: np.ndarray, scale: Colours, bar: Axe
     if bar is not None:
         made = axes.figure.colorbar(drawn, cax=bar)
         made.outline.set_linewidth(0.4)
-        made.locator = _few()
+        made.locator, made.formatter = MaxNLocator(6), ScalarFormatter()
+        made.formatter.set_powerlimits((-2, 4))
         made.update_ticks()
         made.ax.tick_params(labelsize=SMALL, length=1.5, width=0.4, pad=1)
+        made.ax.yaxis.get_offset_text().set(size=SMALL, position=(0, 1))
 
 
 def annotate(axes: Axes, one: LayerMap, head: int) -> None:
@@ -157,9 +162,3 @@ def checked_heads(heads: Sequence[int] | None, count: int) -> list[int]:
     if not shown:
         raise ValueError("heads must name one head at least; none came. Leave it out for all.")
     return shown
-
-
-def _few() -> object:
-    from matplotlib.ticker import MaxNLocator
-
-    return MaxNLocator(6)

@@ -5,7 +5,7 @@ none it is pooled by tiles, and only `values` fills in a matrix, when asked.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -130,6 +130,10 @@ class PositionMaps:
             "Ask position_maps for it."
         )
 
+    def only(self, layer: int | None = None) -> "PositionMaps":
+        """The same with one layer alone, the last if none is named."""
+        return replace(self, maps=(self.maps[-1] if layer is None else self.layer(layer),))
+
     @cached_property
     def values(self) -> Tensor:
         """Every number: (head, query, key) for one layer, (layer, head, query, key) for several."""
@@ -150,15 +154,14 @@ class PositionMaps:
     def title(self) -> str:
         """What it is, in a line."""
         where = f"{self.part} layer" if self.part else "layer"
-        numbers = ", ".join(str(layer + 1) for layer in self.layers)
-        where = f"{where} {numbers}" if len(self.layers) == 1 else f"{where}s {_spans(self.layers)}"
-        return f"{self.encoding}: {self.what} of {self.model}, {where}"
+        which = f"{where}{'s' * (len(self.maps) > 1)} {_spans(self.layers)}"
+        return f"{self.encoding}: {self.what} of {self.model}, {which}"
 
     def figure(self, layer: int | None = None, *, heads: Sequence[int] | None = None, shared: bool = False) -> "Figure":
         """A panel per head of one layer, the last if none is named; `shared` gives all one range of colours."""
         from lengthwise.views.grid import grid
 
-        return grid(self, self.layers[-1] if layer is None else layer, heads=heads, shared=shared)
+        return grid(self.only(layer), heads=heads, shared=shared)
 
     def overview(self) -> "Figure":
         """Every head of every layer in small: a row per layer, a column per head."""
@@ -177,7 +180,7 @@ class PositionMaps:
         """Mean against distance, a line per head; `spread` shades it, by default where there is any."""
         from lengthwise.views.curves import curves
 
-        return curves(self, self.layers[-1] if layer is None else layer, heads=heads, log=log, spread=spread)
+        return curves(self.only(layer), heads=heads, log=log, spread=spread)
 
     def save(self, path: str | Path) -> Path:
         """One safetensors file, which `load_maps` reads; described forms stay described."""

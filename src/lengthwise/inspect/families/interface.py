@@ -1,7 +1,8 @@
 """Every family that follows transformers' attention interface, by a probe that is registered there.
 
-The probe calls the very function that the model would call, and sees what it is given: queries and keys after rotation,
-the mask, the scaling and, in T5's kin, the bias. It needs two registrations: with the first alone the mask becomes None.
+The probe calls the very function that the model would call, and sees what it is given: queries and keys after
+rotation, the mask, the scaling and, in T5's kin, the bias. It needs two registrations: with the first alone the mask
+becomes None.
 """
 
 import sys
@@ -36,7 +37,7 @@ def route(model: nn.Module) -> Route | None:
     if not isinstance(model, PreTrainedModel) or not model._can_set_attn_implementation():
         return None
     config = model.config.get_text_config()
-    encoding = "rope" if getattr(config, "rope_parameters", None) else config.model_type
+    encoding = _encoding(model, config)
     if model.config.is_encoder_decoder:
         encoder = _number(model.config, "encoder_layers", "num_layers", "num_hidden_layers")
         decoder = _number(model.config, "decoder_layers", "num_decoder_layers", "num_layers", "num_hidden_layers")
@@ -192,6 +193,16 @@ def _part(name: str, several: bool) -> str:
     if any(word in name for word in CROSS):
         return "cross"
     return "decoder" if "decoder" in name.split(".") else "encoder"
+
+
+def _encoding(model: PreTrainedModel, config: Any) -> str:
+    """How the family encodes positions, by what its config and its weights are called."""
+    if getattr(config, "relative_attention_num_buckets", None):
+        return "t5"
+    if getattr(config, "rope_parameters", None):
+        return "rope"
+    tables = ("wpe.weight", "embed_positions.weight", "position_embeddings.weight")
+    return "learned" if any(name.endswith(tables) for name, _ in model.named_parameters()) else config.model_type
 
 
 def _number(config: Any, *names: str) -> int:

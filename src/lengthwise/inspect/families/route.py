@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from lengthwise.bias import LevelBias
+from lengthwise.bias import LevelBias, wide
 from lengthwise.inspect.record import Record
 
 See = Callable[[Record, str], None]
@@ -26,7 +26,7 @@ class Route:
     limit: int | None = None
     """How many tokens it takes, where its positions have an end."""
     repeats: bool = False
-    """Whether looking puts something of ours into the model's path: then its output is held against an unwatched one."""
+    """Whether something of ours stands in the model's path: its output is then held against an unwatched run."""
 
 
 def rising(levels: Tensor, queries: int) -> LevelBias:
@@ -34,7 +34,7 @@ def rising(levels: Tensor, queries: int) -> LevelBias:
 
     The numbers are taken as the model has them, rounded as it rounds them.
     """
-    levels = levels.double()
     if (levels == levels[:1]).all():
         levels = levels[:1]
-    return LevelBias(levels[..., levels.shape[-1] - queries :], levels, levels.new_ones(1, 1, 1).float())
+    one, levels = wide(levels.new_ones(1, 1, 1)), levels.double()
+    return LevelBias(levels[..., levels.shape[-1] - queries :], levels, one)

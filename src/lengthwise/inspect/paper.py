@@ -1,0 +1,102 @@
+"""Figures 8 to 15 of the CABLE paper (Veisi et al. 2025, arXiv 2503.08067), all of them from one command.
+
+Every figure is the final layer of a GPT-2 Small with 12 heads on one randomly sampled sequence of 512 tokens.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lengthwise.inspect.look import position_maps
+from lengthwise.inspect.show import SEQUENCES
+from lengthwise.inspect.subject import TRAINED_AT, Subject, find_subject, initial
+from lengthwise.inspect.text import sample
+from lengthwise.model import LengthwiseConfig
+from lengthwise.views.canvas import checked_path, save_picture
+from lengthwise.views.maps import What
+
+
+@dataclass(frozen=True)
+class PaperFigure:
+    """One of them: which encoding, what is drawn, and what a reader should see once it is trained."""
+
+    number: int
+    encoding: str
+    caption: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    what: What = "bias"
+
+    @property
+    def name(self) -> str:
+        """The picture's name without its ending."""
+        over = f"-{self.options['over']}" if "over" in self.options else ""
+        return f"figure-{self.number:02}-{self.encoding}{over}"
+
+    def is_of(self, config: object) -> bool:
+        """Whether a model's encoding is this figure's."""
+        if not isinstance(config, LengthwiseConfig) or config.encoding != self.encoding:
+            return False
+        over = (config.encoding_options or {}).get("over", "kerple")
+        return "over" not in self.options or over == self.options["over"]
+
+
+FIGURES = (
+    PaperFigure(8, "cable", "CABLE's bias follows the tokens: rows differ with what they have read."),
+    PaperFigure(
+        9,
+        "dapev2",
+        "DAPEv2 over CABLE: what it adds to the content in all, which follows the tokens.",
+        {"over": "cable"},
+    ),
+    PaperFigure(10, "kerple", "Kerple's logarithm of the distance: uniform along diagonals, 0 on the main one."),
+    PaperFigure(
+        11,
+        "dapev2",
+        "DAPEv2 over Kerple: what it adds in all; the correction makes a bias of distance follow the tokens.",
+        {"over": "kerple"},
+    ),
+    PaperFigure(12, "alibi", "ALiBi: a straight line in the distance, steepest in the first head; nothing is learned."),
+    PaperFigure(13, "fire", "FIRE: a small network of the relative distance, uniform along diagonals up to its L."),
+    PaperFigure(14, "t5-clamped", "T5's bias: a learned number for each distance, constant beyond the last."),
+    PaperFigure(
+        15,
+        "rope",
+        "RoPE adds no bias, so these are the scores themselves, which follow the content.",
+        {"layout": "interleaved"},
+        "scores",
+    ),
+)
+
+
+def show_paper(names: Iterable[str] = (), *, out: str | None = None, seed: int = 0, force: bool = False) -> str:
+    """Draw all figures into a folder, of trained runs where they are given; returns what each one is of."""
+    folder = Path(out or "paper-figures")
+    if folder.is_file():
+        raise NotADirectoryError(f"the figures go into a folder; {folder} is a file. Name another.")
+    for figure in FIGURES:
+        checked_path(folder / f"{figure.name}.png", force=force)
+    trained = [find_subject(name, seed=seed) for name in names]
+    for subject in trained:
+        if not any(figure.is_of(subject.model.config) for figure in FIGURES):
+            raise ValueError(
+                f"a run for the paper's figures must have one of their encodings; {subject.name} has "
+                f"{getattr(subject.model.config, 'encoding', 'another model')!r}. Draw it with `lengthwise show`."
+            )
+    lines = ["# The figures of the CABLE paper, drawn anew", ""]
+    for figure in FIGURES:
+        found = [subject for subject in trained if figure.is_of(subject.model.config)]
+        subject = found[0] if found else initial(figure.encoding, figure.options, seed=seed)
+        lines.append(_draw(figure, subject, folder, seed=seed, force=force))
+    (folder / "README.md").write_text("\n".join(lines) + "\n")
+    return "\n".join([*lines[2:], f"Wrote {len(FIGURES)} figures and README.md to {folder}."])
+
+
+def _draw(figure: PaperFigure, subject: Subject, folder: Path, *, seed: int, force: bool) -> str:
+    sequences = sample(subject, length=TRAINED_AT, text=None, seed=seed, count=SEQUENCES)
+    maps = position_maps(subject.model, sequences.ids, what=figure.what, shown="first", tokens=sequences.tokens)
+    name = figure.encoding if "over" not in figure.options else f"{figure.encoding} over {figure.options['over']}"
+    maps = replace(maps, model=subject.name, encoding=name)
+    path = save_picture(maps.figure(), folder / f"{figure.name}.png", force=force)
+    state = f"trained: {subject.name}" if subject.trained else "not trained: at its initial parameters"
+    return f"- Figure {figure.number}, [{path.name}]({path.name}) ({state}). {figure.caption}"

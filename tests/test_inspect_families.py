@@ -1,0 +1,155 @@
+"""Maps of others' models are what those models compute: caught inside torch, family by family."""
+
+import pytest
+import torch
+from inspect_kit import ADDITIVE, CHOOSABLE, ENCODER_DECODER, LENGTH, MODELS, Own, ids, make_model, own_attention
+from torch import Tensor
+
+from lengthwise.inspect import position_maps, position_views
+
+PARTS = {family: ["encoder", "decoder", "cross"] if family in ENCODER_DECODER else [""] for family in MODELS}
+# LongT5's encoder looks at a band of keys and never has a square of scores.
+PARTS["longt5"] = ["decoder", "cross"]
+# BLOOM's kin add the key's share of a difference alone; gpt-oss takes away each row's largest score.
+SHIFTED = ["bloom", "mpt", "falcon-alibi", "gpt_oss"]
+CASES = [
+    (family, attention, part)
+    for family, parts in PARTS.items()
+    for attention in ([None, "eager"] if family in CHOOSABLE else [None])
+    for part in parts
+]
+
+
+def own_of(model, family: str, part: str) -> list[Own]:
+    """The calls of one part: encoders come first, then a decoder's layers, each with itself and then across."""
+    extra = {}
+    if family in ENCODER_DECODER:
+        start = getattr(model.config, "decoder_start_token_id", None) or 0
+        extra["decoder_input_ids"] = ids(1).roll(1, 1).index_fill(1, torch.tensor([0]), start)
+    calls = own_attention(model, ids(1), **extra)
+    decoder = calls[-4:]
+    return {"": calls, "encoder": calls[:2], "decoder": decoder[0::2], "cross": decoder[1::2]}[part]
+
+
+def assert_same_scores(found: Tensor, own: Tensor, *, shifted: bool) -> None:
+    """Where attention may look; `shifted` by a number per row, which no softmax can tell."""
+    may = ~found.isnan()
+    assert (may == (own > -1e30)).all()
+    # Sums of 8 products in another order, and a bias taken as a difference: units in the last place of the largest.
+    tolerance = 16 * torch.finfo(torch.float32).eps * own[may].abs().max()
+    if shifted:
+        found, own = (x - x.diagonal(dim1=-2, dim2=-1)[..., None] for x in (found, own))
+    torch.testing.assert_close(found[may], own[may], rtol=0, atol=float(tolerance))
+
+
+@pytest.mark.parametrize(("family", "attention", "part"), CASES)
+def test_map_plus_content_are_the_models_own_scores_and_their_softmax_its_own_weights(family, attention, part):
+    model = make_model(family, attention)
+    views = position_views(model, ids(1), "all", part=part or None)
+    own = own_of(model, family, part)
+    assert views["scores"].layers == (0, 1)
+    for layer in range(2):
+        scores = views["scores"].values[layer]
+        own_scores, own_weights = (x[0, ..., :LENGTH] for x in (own[layer].scores, own[layer].weights))
+        assert_same_scores(scores, own_scores, shifted=family in SHIFTED)
+        if "bias" in views:
+            content = views["content"].values[layer]
+            torch.testing.assert_close(views["bias"].values[layer] + content, scores, equal_nan=True)
+        weights = views["weights"].values[layer].nan_to_num()
+        torch.testing.assert_close(weights, own_weights, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ADDITIVE)
+def test_an_additive_bias_is_described_and_follows_no_token(family):
+    maps = position_maps(make_model(family), ids(3), "all")
+    assert all(one.described is not None and one.tiles is None for one in maps.maps)
+    assert (maps.context_dependence == 0).all()
+    # Slopes that are not powers of two are rounded at every key.
+    assert (maps.diagonal_spread < 1e-6).all()
+
+
+@pytest.mark.parametrize("family", [family for family in MODELS if family not in ADDITIVE])
+def test_a_bias_that_is_not_there_is_said_not_to_be_and_others_are_offered(family):
+    with pytest.raises(ValueError, match=r"adds none.*what='scores'.*what='profile'"):
+        position_maps(make_model(family), ids(1))
+
+
+def test_bloom_and_mpt_are_drawn_as_alibi_is_defined():
+    interleaved = torch.tensor([2.0 ** (-8 * h / 4) for h in range(1, 5)] + [2.0 ** (-8 * h / 8) for h in (1, 3)])
+    other = torch.tensor([2.0 ** (-8 * h / 8) for h in (2, 4, 6, 8, 1, 3)])
+    distance = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    for family, slopes in {"bloom": interleaved, "mpt": other}.items():
+        values = position_maps(make_model(family), ids(1)).values
+        expected = (-slopes[:, None, None] * distance).masked_fill(distance < 0, torch.nan)
+        torch.testing.assert_close(values, expected, equal_nan=True)
+
+
+def test_bloom_counts_positions_from_the_padding_mask():
+    model = make_model("bloom")
+    mask = torch.ones(1, LENGTH, dtype=torch.long)
+    mask[:, :5] = 0
+    padded = position_maps(model, ids(1), attention_mask=mask).values
+    torch.testing.assert_close(padded[:, 5:, 5:], position_maps(model, ids(1)[:, 5:]).values, equal_nan=True)
+
+
+def test_looking_leaves_a_model_as_it_was():
+    for family in ("llama", "gemma2", "bloom", "t5"):
+        model = make_model(family).train()
+        own, hooks = model.config._attn_implementation, [len(m._forward_pre_hooks) for m in model.modules()]
+        position_maps(model, ids(1), what="scores")
+        assert model.training
+        assert model.config._attn_implementation == own
+        assert [len(m._forward_pre_hooks) for m in model.modules()] == hooks
+
+
+def test_a_sliding_window_is_seen_as_keys_that_may_not_be():
+    may = ~position_maps(make_model("mistral"), ids(1), what="scores").values.isnan()
+    distance = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    assert (may == ((distance >= 0) & (distance < 7))).all()
+
+
+@pytest.mark.parametrize("family", ["llama", "phi", "gpt_neox", "falcon-rope"])
+def test_the_kernel_of_a_rotary_head_is_its_mean_query_turned_against_its_mean_key(family):
+    # With one token repeated all queries and all keys of the first layer are the mean: then the kernel is the score.
+    model = make_model(family)
+    same = torch.full((1, LENGTH), 7)
+    views = position_views(model, same, 0, ["scores", "profile"])
+    kernel = views["profile"].maps[0].kernel
+    assert kernel is not None
+    torch.testing.assert_close(kernel, views["scores"].values[:, -1].flip(-1), atol=1e-4, rtol=1e-4)
+
+
+def test_a_family_outside_every_route_is_named_with_what_it_would_need():
+    import transformers as hf
+
+    config = hf.GPTJConfig(vocab_size=97, n_embd=48, n_layer=2, n_head=6, n_positions=64, rotary_dim=4)
+    with pytest.raises(NotImplementedError, match=r"GPTJForCausalLM does neither.*needs a route"):
+        position_maps(hf.GPTJForCausalLM(config), ids(1), what="scores")
+    with pytest.raises(NotImplementedError, match=r"LongT5ForConditionalGeneration none was in layer 1"):
+        position_maps(make_model("longt5"), ids(1), part="encoder")
+    with pytest.raises(NotImplementedError, match=r"Linear does neither"):
+        position_maps(torch.nn.Linear(2, 2), ids(1))
+
+
+def test_falcon_under_eager_attention_which_adds_alibi_twice_is_refused():
+    import transformers as hf
+
+    model = make_model("falcon-alibi")
+    eager = hf.FalconForCausalLM._from_config(model.config, attn_implementation="eager")
+    with pytest.raises(NotImplementedError, match=r"adds the bias twice.*'sdpa'"):
+        position_maps(eager, ids(1))
+
+
+def test_attention_that_does_more_than_it_says_is_found_out(monkeypatch):
+    from lengthwise.inspect.families import interface
+
+    honest = interface.ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def louder(*args, **kwargs):
+        out, weights = honest(*args, **kwargs)
+        return 1.01 * out, weights
+
+    model = make_model("llama")
+    monkeypatch.setitem(interface.ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", louder)
+    with pytest.raises(NotImplementedError, match=r"layer 1 of LlamaForCausalLM must be softmax.*so it does more"):
+        position_maps(model, ids(1), what="scores")
