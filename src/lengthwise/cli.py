@@ -25,11 +25,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     export.add_argument("source", metavar="RUN_OR_CHECKPOINT", help="a run, a checkpoint folder, or a name on the hub")
     export.add_argument("--out", required=True, help="the folder to write, new or empty")
     commands.add_subcommand("export", export, help="a checkpoint as a folder that loads where Lengthwise is not there")
-    commands.add_subcommand("evaluate", evaluate_parser(), help="perplexity against length, and tasks")
+    commands.add_subcommand("show", show_parser(), help="a picture of the positional part of every head")
     trainer = train_parser()
     commands.add_subcommand("train", trainer, help="train one model; the same command under torchrun")
+    commands.add_subcommand("evaluate", evaluate_parser(), help="perplexity against length, and tasks")
     commands.add_subcommand("study", study_parser(), help="train, measure and compare several encodings: one report")
-    commands.add_subcommand("show", show_parser(), help="a picture of the positional part of every head")
     chosen = parser.parse_args(argv)
     if chosen.subcommand == "train" and chosen.train.resume:
         # A run goes on with its own config; what is said on the command line is compared with it.
@@ -83,6 +83,58 @@ def export(source: str, out: str) -> str:
     return f"{export(source, out)} loads with AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)"
 
 
+def train_parser() -> ArgumentParser:
+    """One option for each field of the config; `--config` reads a file first, and `--resume` the run's own."""
+    parser = ArgumentParser(description="Train one model. What is left out comes from the preset's recipe.")
+    parser.add_argument("--config", action="config", help="a YAML file with any of these options")
+    kinds = get_type_hints(TrainConfig)
+    for option in fields(TrainConfig):
+        kind = {"action": ActionYesNo} if kinds[option.name] is bool else {"type": kinds[option.name]}
+        parser.add_argument(f"--{option.name}", default=option.default, help=option.metadata["help"], **kind)
+    return parser
+
+
+def config_of_run(out: str) -> list[str]:
+    """The config file of a run that this version can go on with."""
+    from lengthwise.runs.run import CONFIG, read_config
+
+    path = Path(out) / CONFIG
+    return [str(path)] if path.is_file() and read_config(path).get("version") == FORMAT else []
+
+
+def train(**options: Any) -> str:
+    """One run; a signal ends it with a checkpoint and the exit code that shells expect."""
+    config = TrainConfig(**{option.name: options[option.name] for option in fields(TrainConfig)})
+    if config.dry_run:
+        from lengthwise.train.plan import plan
+
+        return plan(config)
+    from lengthwise.train.loop import Stopped, train
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        run = train(config)
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        sys.exit(128 + stopped.number)
+    except (ArithmeticError, ImportError, LookupError, OSError, ValueError) as error:
+        sys.exit(f"lengthwise train: {error}")
+    return f"{run.final} has the model"
+
+
+def show(
+    what_to_show: Sequence[str], *, paper: bool, out: str | None, seed: int, force: bool, **options: object
+) -> str:
+    """A picture, or all of the paper's."""
+    if paper:
+        from lengthwise.inspect.paper import show_paper
+
+        return show_paper(what_to_show, out=out, seed=seed, force=force)
+    from lengthwise.inspect.show import show
+
+    return show(what_to_show, out=out, seed=seed, force=force, **options)  # type: ignore[arg-type]
+
+
 def evaluate_parser() -> ArgumentParser:
     """What to measure, and how."""
     parser = ArgumentParser()
@@ -132,45 +184,6 @@ def evaluate(
     return "\n".join([found.text(), *(f"wrote {path}" for path in written)])
 
 
-def train_parser() -> ArgumentParser:
-    """One option for each field of the config; `--config` reads a file first, and `--resume` the run's own."""
-    parser = ArgumentParser(description="Train one model. What is left out comes from the preset's recipe.")
-    parser.add_argument("--config", action="config", help="a YAML file with any of these options")
-    kinds = get_type_hints(TrainConfig)
-    for option in fields(TrainConfig):
-        kind = {"action": ActionYesNo} if kinds[option.name] is bool else {"type": kinds[option.name]}
-        parser.add_argument(f"--{option.name}", default=option.default, help=option.metadata["help"], **kind)
-    return parser
-
-
-def config_of_run(out: str) -> list[str]:
-    """The config file of a run that this version can go on with."""
-    from lengthwise.runs.run import CONFIG, read_config
-
-    path = Path(out) / CONFIG
-    return [str(path)] if path.is_file() and read_config(path).get("version") == FORMAT else []
-
-
-def train(**options: Any) -> str:
-    """One run; a signal ends it with a checkpoint and the exit code that shells expect."""
-    config = TrainConfig(**{option.name: options[option.name] for option in fields(TrainConfig)})
-    if config.dry_run:
-        from lengthwise.train.plan import plan
-
-        return plan(config)
-    from lengthwise.train.loop import Stopped, train
-
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    try:
-        run = train(config)
-    except Stopped as stopped:
-        print(stopped, file=sys.stderr)
-        sys.exit(128 + stopped.number)
-    except (ArithmeticError, ImportError, LookupError, OSError, ValueError) as error:
-        sys.exit(f"lengthwise train: {error}")
-    return f"{run.final} has the model"
-
-
 def study_parser() -> ArgumentParser:
     """One option for each field of the study's config; `--config` reads a file first."""
     from lengthwise.study.config import StudyConfig
@@ -205,27 +218,14 @@ def study(plan: bool, **options: Any) -> str:
         sys.exit(f"lengthwise study: {error}")
 
 
-def show(
-    what_to_show: Sequence[str], *, paper: bool, out: str | None, seed: int, force: bool, **options: object
-) -> str:
-    """A picture, or all of the paper's."""
-    if paper:
-        from lengthwise.inspect.paper import show_paper
-
-        return show_paper(what_to_show, out=out, seed=seed, force=force)
-    from lengthwise.inspect.show import show
-
-    return show(what_to_show, out=out, seed=seed, force=force, **options)  # type: ignore[arg-type]
-
-
 COMMANDS: dict[str, Callable[..., str]] = {
     "encodings": encodings,
     "info": info,
     "export": export,
+    "show": show,
     "train": train,
     "evaluate": evaluate,
     "study": study,
-    "show": show,
 }
 
 if __name__ == "__main__":
