@@ -32,6 +32,7 @@ class StudyConfig:
         default_factory=lambda: [1337], metadata={"help": "each encoding is trained once with each"}
     )
     preset: str = _option("nano", "the size: nano, tiny, small, medium or large")
+    sizes: dict[str, Any] | None = field(default=None, metadata={"help": 'other than the preset: {"n_layer": 2}'})
     data: str = _option("stdlib", "what is trained on, as in training")
     tokenizer: str | None = _option(None, "as in training")
     length: int | None = _option(None, "the training length")

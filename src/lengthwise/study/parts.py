@@ -13,6 +13,7 @@ from lengthwise.train.config import Settings, TrainConfig
 
 SHARED = (
     "preset",
+    "sizes",
     "data",
     "tokenizer",
     "length",
