@@ -48,7 +48,7 @@ class StudyConfig:
     )
     protocol: Literal["fair", "paper", "sliding"] = field(default="fair", metadata={"help": "which tokens are scored"})
     text: str | None = _option(None, "the source whose held-out text is used; that of --data")
-    windows: int = _option(96, "windows at most, at each length")
+    windows: int = _option(64, "windows at most, at each length")
     stride: int | None = _option(None, "tokens scored in a window")
     rope: list[str] = field(
         default_factory=list, metadata={"help": "RoPE scalings to compare as rows of their own, as yarn:8"}
