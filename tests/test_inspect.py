@@ -8,7 +8,6 @@ from model_kit import CASES, LENGTH, RESCORING, loud_model, make_config, tokens
 from torch import Tensor
 
 import lengthwise as lw
-from lengthwise.bias import DistanceBias, FunctionBias, LevelBias
 from lengthwise.inspect import position_maps, position_views
 from lengthwise.model import LengthwiseForCausalLM
 
@@ -50,7 +49,7 @@ def test_a_bias_of_positions_alone_does_not_follow_the_tokens_and_is_kept_descri
     for batch in (1, 3):
         maps = position_maps(loud_model(case), tokens(batch), "all")
         assert (maps.context_dependence == 0).all()
-        assert all(isinstance(one.described, (DistanceBias, LevelBias, FunctionBias)) for one in maps.maps)
+        assert all(one.described is not None and one.tiles is None for one in maps.maps)
     uniform = (maps.diagonal_spread == 0).all()
     assert uniform == (case != "fire-short"), "beyond its L fire is not uniform along diagonals"
 
@@ -177,21 +176,24 @@ def test_half_precision_models_are_looked_into_as_they_are(case):
     assert all(maps.maps[0].profile.mean.dtype == torch.float32 for maps in views.values())
 
 
-def test_an_encoding_of_ones_own_is_seen_like_any_other():
+def test_an_encoding_of_ones_own_is_seen_like_any_other_and_its_bias_is_left_alone():
+    own = torch.full((1, 3, LENGTH, LENGTH), 0.5)
+
     class Half(lw.Encoding):
         paper = "unpublished"
         kind = lw.DenseBias
 
         def bias(self, x, query, key, state=None, start=None):
-            return lw.DenseBias(0.5 * torch.ones(1, self.geometry.heads, query.shape[-1], key.shape[-1]))
+            return lw.DenseBias(own)
 
     lw.register("half", Half)
     try:
-        maps = position_maps(LengthwiseForCausalLM(make_config("none", encoding="half")), tokens(2))
+        views = position_views(LengthwiseForCausalLM(make_config("none", encoding="half")), tokens(2))
     finally:
         del lw.ENCODINGS["half"]
-    assert (maps.values.nan_to_num(0.5) == 0.5).all()
-    assert maps.maps[0].tiles is not None
+    assert (views["bias"].values.nan_to_num(0.5) == 0.5).all()
+    assert views["bias"].maps[0].tiles is not None
+    assert (own == 0.5).all()
 
 
 @pytest.mark.parametrize(

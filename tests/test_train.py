@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ from lengthwise.train import RECIPES, TrainConfig, train
 from lengthwise.train.plan import plan
 from lengthwise.views import load_maps
 
-CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
+ROOT = Path(__file__).parents[1]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +163,18 @@ def test_the_papers_runs_are_parsed_and_planned(path, capsys):
     assert f"model     {size} with none: {parameters} parameters, 0 of them the encoding's" in said
     steps = {"tiny": 9150, "small": 4575, "medium": 2745}[size] if "wikitext" in path.stem else 19_073
     assert f"in {steps:,} steps" in said
+
+
+def test_the_commands_of_the_page_on_training_can_be_given(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs/train.md").read_text()
+    blocks = re.findall(r"^```bash\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    commands = [line.split("train ", 1)[1].split() for block in blocks for line in block.splitlines()]
+    for command in commands:
+        main(["train", *command, "--dry_run"])
+    assert capsys.readouterr().out.count("model     ") == len(commands) == 7
+    for block in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
+        exec(compile(block, "docs/train.md", "exec"), {})
 
 
 def test_a_plan_counts_what_the_encoding_learns():

@@ -122,17 +122,20 @@ def train(**options: Any) -> str:
     return f"{run.final} has the model"
 
 
-def show(
-    what_to_show: Sequence[str], *, paper: bool, out: str | None, seed: int, force: bool, **options: object
-) -> str:
-    """A picture, or all of the paper's."""
-    if paper:
-        from lengthwise.inspect.paper import show_paper
-
-        return show_paper(what_to_show, out=out, seed=seed, force=force)
+def show(**options: Any) -> str:
+    """A picture, or all of the paper's; what cannot be shown ends with a sentence, not with a trace."""
+    from lengthwise.inspect.paper import show_paper
     from lengthwise.inspect.show import show
 
-    return show(what_to_show, out=out, seed=seed, force=force, **options)  # type: ignore[arg-type]
+    names, paper = options.pop("what_to_show"), options.pop("paper")
+    decided = {name: options.pop(name) for name in ("layer", "heads", "what", "part", "length", "text") if paper}
+    try:
+        for name, value in decided.items():
+            if value not in (None, "last"):
+                raise ValueError(f"the paper's figures decide {name} themselves; {value!r} came. Leave out --{name}.")
+        return show_paper(names, **options) if paper else show(names, **options)
+    except (NotImplementedError, OSError, ValueError) as error:
+        sys.exit(f"lengthwise show: {error}")
 
 
 def evaluate_parser() -> ArgumentParser:
