@@ -121,3 +121,55 @@ def test_an_output_changed_in_place_does_not_change_the_gradients():
         gradients.append(torch.autograd.grad(out.square().sum(), (q, k, v)))
     for a, b in zip(*gradients, strict=True):
         assert torch.equal(a, b)
+
+
+def fire_beyond_its_limit(length: int) -> lw.FunctionBias:
+    torch.manual_seed(0)
+    fire = lw.make("fire", heads=HEADS, width=48, head_dim=DIM, train_length=64, threshold=50.0).double()
+    with torch.no_grad():
+        for parameter in (*fire.into.parameters(), *fire.out.parameters()):
+            parameter.normal_()
+        fire.into.weight[3] = 0
+    positions = torch.arange(length)
+    bias = fire.bias(torch.randn(1, length, 48), positions, positions)
+    assert isinstance(bias, lw.FunctionBias)
+    return bias
+
+
+def test_fire_is_the_same_bias_in_straight_lines_with_the_same_gradients():
+    length = 131
+    bias = fire_beyond_its_limit(length)
+    may = torch.ones(length, length, dtype=torch.bool).tril()
+    lines = bias.lines(*bias.tensors)
+    first, second = (kind.dense().where(may, 0) for kind in (bias, lines))
+    assert torch.allclose(first, second, rtol=1e-12, atol=1e-12)
+    direction = torch.randn_like(first)
+    of_first, of_second = (torch.autograd.grad((x * direction).sum(), bias.sources) for x in (first, second))
+    for a, b in zip(of_first, of_second, strict=True):
+        assert torch.allclose(a, b, rtol=1e-10, atol=1e-10)
+
+
+@needs_kernel
+def test_straight_lines_are_added_by_the_kernel_and_too_many_are_not():
+    assert choose(make_call(fire_beyond_its_limit(LENGTH))) == "native"
+    curve = lw.DistanceBias(torch.linspace(0, 1, LENGTH)[None], POSITIONS, POSITIONS)
+    lines = torch.ones(HEADS, 300)
+    many = lw.LineBias(curve, torch.ones(1, LENGTH), torch.linspace(0, 1, 299), lines, lines)
+    assert "up to 256 straight lines" in native.objections(make_call(many))[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"factor": torch.ones(1, 4)}, "factor must be"),
+        ({"knots": torch.ones(2)}, "slope must be"),
+        ({"intercept": torch.ones(HEADS, 3)}, "intercept must be"),
+        ({"curve": lw.DistanceBias(torch.ones(2, 9), torch.arange(5), torch.arange(5))}, "one head"),
+    ],
+)
+def test_a_line_bias_whose_parts_do_not_fit_is_refused(change, words):
+    curve = lw.DistanceBias(torch.ones(1, 9), torch.arange(5), torch.arange(5))
+    parts = {"curve": curve, "factor": torch.ones(1, 5), "knots": torch.ones(1)}
+    parts |= {"slope": torch.ones(HEADS, 2), "intercept": torch.ones(HEADS, 2)}
+    with pytest.raises(ValueError, match=words):
+        lw.LineBias(**parts | change)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lengthwise.attention import attend, checked_call, explain
-    from lengthwise.bias import Bias, DenseBias, DistanceBias, FunctionBias, LevelBias, registered_tile
+    from lengthwise.bias import Bias, DenseBias, DistanceBias, FunctionBias, LevelBias, LineBias, registered_tile
     from lengthwise.encodings import ENCODINGS, Encoding, Geometry, PositionError, checked_positions, make, register
 
 __version__ = "0.1.0"
@@ -19,6 +19,7 @@ __all__ = [
     "FunctionBias",
     "Geometry",
     "LevelBias",
+    "LineBias",
     "PositionError",
     "attend",
     "checked_call",

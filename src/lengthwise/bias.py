@@ -158,11 +158,13 @@ class FunctionBias(Bias):
 
     `function` is pure and lives at the top of a module. Everything that may need a gradient is in `tensors`, never
     captured. The last axis of tensors[0] runs over the queries, that of tensors[1] over the keys. Decorated with
-    `registered_tile` it also works at full speed under torch.compile.
+    `registered_tile` it also works at full speed under torch.compile. Where it is made of straight lines,
+    `lines(*tensors)` gives the same bias as a LineBias.
     """
 
     function: Callable[..., Float[Tensor, "#batch #head row column"]]
     tensors: tuple[Tensor, ...]
+    lines: Callable[..., "LineBias"] | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.function):
@@ -187,6 +189,50 @@ class FunctionBias(Bias):
     def tile(self, rows: Index, columns: Index) -> Float[Tensor, "#batch #head row column"]:
         """A part of the matrix."""
         return self.function(rows, columns, *self.tensors)
+
+
+@dataclass(frozen=True, eq=False)
+class LineBias(Bias):
+    """bias[b, h, i, j] = slope[h, n] * x + intercept[h, n] if n knots are at most x = factor[b, i] * curve[b, i, j].
+
+    A function of one number that is made of straight lines, as a small network with ReLU is. The curve has one head
+    and rises with distance, factors are not negative, knots rise and the lines meet there, so that knots need no
+    gradient.
+    """
+
+    curve: DistanceBias
+    factor: Float[Tensor, "#batch query"]
+    knots: Float[Tensor, " knot"]
+    slope: Float[Tensor, "head line"]
+    intercept: Float[Tensor, "head line"]
+
+    def __post_init__(self) -> None:
+        check_tensor("factor", self.factor, ("batch or 1", self.curve.query.shape[1]), "floating-point", "One a query.")
+        check_tensor("knots", self.knots, ("knot",), "floating-point", "In rising order.")
+        lines = self.knots.shape[0] + 1
+        check_tensor("slope", self.slope, ("head", lines), "floating-point", "One more than there are knots.")
+        check_tensor("intercept", self.intercept, tuple(self.slope.shape), "floating-point", "One beside each slope.")
+        if self.curve.table.shape[0] != 1:
+            raise ValueError(
+                f"a LineBias's curve must have one head; it has {self.curve.table.shape[0]}. Lines tell heads apart."
+            )
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch or 1, head, query, key)."""
+        batch, _, queries, keys = self.curve.shape
+        return max(batch, self.factor.shape[0]), self.slope.shape[0], queries, keys
+
+    @property
+    def sources(self) -> tuple[Tensor, ...]:
+        """The curve's table, the factors and the lines."""
+        return self.curve.table, self.factor, self.slope, self.intercept
+
+    def tile(self, rows: Index, columns: Index) -> Float[Tensor, "#batch head row column"]:
+        """A part of the matrix, in float32 or better."""
+        x = self.factor[:, rows, None] * self.curve.tile(rows, columns)[:, 0]
+        line = torch.bucketize(x.detach(), self.knots, right=True)
+        return (self.slope[:, line] * x + self.intercept[:, line]).transpose(0, 1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -49,8 +49,8 @@ def check_tensor(name: str, value: object, axes: Sequence[str | int], kind: Kind
         raise TypeError(f"{name} must be {_article(kind)} tensor; {came(value)} came. {advice}")
     if kind_of(value) != kind:
         raise TypeError(f"{name} must be {_article(kind)} tensor; {value.dtype} came. {advice}")
-    named = tuple(axis if isinstance(axis, str) else size for axis, size in zip(axes, value.shape, strict=False))
-    if value.ndim != len(axes) or named != tuple(axes):
+    fits = value.ndim == len(axes)
+    if not fits or not all(isinstance(axis, str) or axis == value.shape[n] for n, axis in enumerate(axes)):
         wanted = f"({', '.join(map(str, axes))})"
         raise ValueError(f"{name} must be {wanted}; its shape is {tuple(value.shape)}. {advice}")
 

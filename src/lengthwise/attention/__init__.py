@@ -3,6 +3,7 @@
 A backend is a module with `objections(call)`, the reasons why it cannot take a call, and `attend(call)`.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 
 import torch
@@ -67,7 +68,7 @@ def attend(
         start=start,
     )
     module = BACKENDS[choose(call, backend)]
-    with torch.autocast(q.device.type, enabled=False):
+    with _without_autocast(q.device.type):
         return module.attend(call)
 
 
@@ -80,7 +81,7 @@ def explain(call: Call) -> Explanation:
             [0.5000, 0.5000]])
     """
     choose(call, "reference")
-    with torch.autocast(call.q.device.type, enabled=False):
+    with _without_autocast(call.q.device.type):
         return reference.explain(call)
 
 
@@ -101,18 +102,23 @@ def preference(call: Call) -> tuple[str, ...]:
 
     | call                                      | first                                                     |
     |-------------------------------------------|-----------------------------------------------------------|
+    | a few queries, no gradients (decoding)    | native, which reads the cache once and where it lies      |
     | no bias, no mask but causality            | sdpa, the limit of what attention can cost                |
-    | few queries without gradients (decoding)  | row_block, which makes one row of bias for one fused call |
     | a device other than the CPU (untested)    | flex, which compiles the bias into its kernel             |
     | everything else                           | native where it can, then row_block                       |
     """
+    if native.few_rows.suits(call):
+        return ("native", "row_block", "sdpa", "reference")
     if call.bias is None and call.rescore is None and sdpa.fused(call):
         return ("sdpa", *BACKENDS)
-    if row_block.few_rows.suits(call):
-        return ("row_block", *BACKENDS)
     if call.q.device.type != "cpu":
         return ("flex", *BACKENDS)
     return ("native", "row_block", "reference", "sdpa")
+
+
+def _without_autocast(device: str) -> AbstractContextManager[object]:
+    """Nothing where there is none: in decoding even an empty autocast would be felt."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _refusal(call: Call, names: tuple[str, ...]) -> str:

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lengthwise.bias import Bias
+from lengthwise.bias import Bias, FunctionBias
 from lengthwise.checks import Kind, came, check_flag, check_whole, kind_of
 
 Rescore = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -117,6 +117,12 @@ class Call:
         taint = torch.zeros_like(seen, dtype=self.dtype).masked_fill(seen, torch.nan)
         clean = replace(self, k=_finite(self.k), v=_finite(self.v))
         return clean, taint.repeat_interleave(self.group, 1).unsqueeze(-1)
+
+    def in_lines(self) -> "Call":
+        """The call with a function that is made of straight lines as such."""
+        if isinstance(self.bias, FunctionBias) and self.bias.lines is not None:
+            return replace(self, bias=self.bias.lines(*self.bias.tensors))
+        return self
 
     def describe(self) -> str:
         """The call in words, for errors."""

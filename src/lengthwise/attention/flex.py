@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from lengthwise.attention.call import Call
-from lengthwise.bias import Bias, DenseBias, DistanceBias, LevelBias, wide
+from lengthwise.bias import Bias, DenseBias, DistanceBias, LevelBias, LineBias, wide
 
 Score = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """score(content, batch, head, query, key), all of them single numbers to the compiler."""
@@ -20,7 +20,7 @@ Score = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 def objections(call: Call) -> list[str]:
     """Why this backend cannot take the call; nothing if it can."""
-    found = []
+    call, found = call.in_lines(), []
     if call.rescore is not None:
         found.append("rescore needs whole rows of all heads, flex shows one score at a time")
     if call.bias is not None and type(call.bias) not in SCORES:
@@ -36,6 +36,7 @@ def objections(call: Call) -> list[str]:
 
 def attend(call: Call) -> Float[Tensor, "batch head query value"]:
     """The output; scores are float32 inside the kernel whatever the dtype."""
+    call = call.in_lines()
     clean, taint = call.contained()
     score = None if call.bias is None else SCORES[type(call.bias)](call.bias)
     mask = _block_mask(call) if call.forbids else None
@@ -75,6 +76,23 @@ def level_score(bias: LevelBias) -> Score:
     return score
 
 
+def line_score(bias: LineBias) -> Score:
+    """content + slope[h, n] x + intercept[h, n], with n counted knot by knot."""
+    table, query, key = wide(bias.curve.table), bias.curve.query, bias.curve.key
+    factor, knots, slope, intercept = bias.factor, bias.knots, bias.slope, bias.intercept
+    last = table.shape[1] - 1
+
+    def score(content: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        distance = query[b % query.shape[0], i] - key[b % key.shape[0], j] - bias.curve.first
+        x = factor[b % factor.shape[0], i] * table[0, distance.clamp(0, last)]
+        line = torch.zeros_like(distance)
+        for knot in range(knots.shape[0]):
+            line = line + (x >= knots[knot])
+        return content + slope[h, line] * x + intercept[h, line]
+
+    return score
+
+
 def dense_score(bias: DenseBias) -> Score:
     """content + value[b, h, i, j]."""
     value = wide(bias.value)
@@ -88,6 +106,7 @@ def dense_score(bias: DenseBias) -> Score:
 SCORES: dict[type[Bias], Callable[..., Score]] = {
     DistanceBias: distance_score,
     LevelBias: level_score,
+    LineBias: line_score,
     DenseBias: dense_score,
 }
 

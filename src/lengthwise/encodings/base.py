@@ -167,7 +167,7 @@ def checked_positions(
     """Positions as (batch or 1, position) each, or an error. A key may be negative (padding), a query may not."""
     query, key = _two_axes("query positions", query), _two_axes("key positions", key)
     check_broadcast("query and key positions", (query.shape[0], key.shape[0]), "batch", "Give one row or one each.")
-    if not torch.compiler.is_compiling() and query.numel() and query.min() < 0:
+    if not torch.compiler.is_compiling() and query.numel() and int(query.min()) < 0:
         raise PositionError(
             f"a query's position must be 0 or more; {int(query.min())} came. Give padding position 0 and mask it."
         )
@@ -212,7 +212,8 @@ def reaches_beyond(query: Positions, key: Positions, reach: int) -> bool:
     """
     if query.numel() == 0 or key.numel() == 0:
         return False
-    furthest = torch.maximum(query.max() - key.min(), key.max() - query.min())
+    (first, last), (lowest, highest) = query.aminmax(), key.aminmax()
+    furthest = torch.maximum(last - lowest, highest - first)
     if torch.compiler.is_compiling():
         torch._assert_async(furthest < reach, "positions with gaps need a longer table than a compiled graph has")
         return False

@@ -4,13 +4,14 @@
 
 f is Linear(1, 32) - ReLU - Linear(32, heads); c starts at 0.1; L = |multiplier * threshold|, the multiplier from 1.
 n[i] is i under causality; two-sided it is the distance from i to the further end of its document. Up to L the bias
-depends on distance alone and is a table; beyond, it is a function of both positions.
+depends on distance alone and is a table; beyond, it is a function of both positions. As f is made of straight lines
+that meet where a hidden unit is 0, at most 33 of them say all of it.
 """
 
 import torch
 from torch import Tensor, nn
 
-from lengthwise.bias import Bias, DistanceBias, FunctionBias, Index, registered_tile, wide
+from lengthwise.bias import Bias, DistanceBias, FunctionBias, Index, LineBias, registered_tile, wide
 from lengthwise.checks import check_number, check_whole
 from lengthwise.encodings.base import (
     Encoding,
@@ -60,9 +61,10 @@ class Fire(Encoding):
         limit = (wide(self.multiplier) * self.threshold).abs()
         network = (wide(self.c), limit, *(wide(p) for p in (*self.into.parameters(), *self.out.parameters())))
         reach = max(query.shape[1], key.shape[1])
-        within = not torch.compiler.is_compiling() and bool((furthest <= limit).all())
-        if not within or reaches_beyond(query, key, reach):
-            return FunctionBias(fire_tile, (query, key, furthest, *network))
+        gaps = torch.compiler.is_compiling() or reaches_beyond(query, key, reach)
+        if gaps or not bool((furthest <= limit).all()):
+            lines = fire_lines if self.geometry.causal and not gaps else None
+            return FunctionBias(fire_tile, (query, key, furthest, *network), lines)
         first = 0 if self.geometry.causal else 1 - reach
         distances = torch.arange(first, reach, device=query.device)[None]
         origin = torch.zeros_like(distances)
@@ -92,3 +94,27 @@ def fire_tile(
     hidden = torch.addcmul(bias_in[:, None, None], weight_in[:, :, None], relative[:, None]).relu_()
     heads = weight_out @ hidden.flatten(2) + bias_out[:, None]
     return heads.unflatten(2, relative.shape[1:])
+
+
+def fire_lines(
+    query: Tensor,
+    key: Tensor,
+    furthest: Tensor,
+    c: Tensor,
+    limit: Tensor,
+    weight_in: Tensor,
+    bias_in: Tensor,
+    weight_out: Tensor,
+    bias_out: Tensor,
+) -> LineBias:
+    """The same as straight lines in psi(distance), for positions without gaps under causality."""
+    distances = torch.arange(max(query.shape[1], key.shape[1]), device=query.device)
+    scope = torch.maximum(furthest.to(limit.dtype), limit)
+    curve = DistanceBias(torch.log1p(c.abs() * distances)[None], query, key)
+    into = weight_in[:, 0]
+    # A unit that does not look at its input has no knot: it is on or off throughout.
+    knots, order = torch.where(into == 0, torch.inf, -bias_in / into).detach().sort()
+    passed = torch.arange(len(knots) + 1, device=into.device)[:, None] > order.argsort()
+    on = torch.where(into == 0, bias_in > 0, passed == (into > 0)).to(weight_out.dtype)
+    slope, intercept = (weight_out @ (on * unit).T for unit in (into, bias_in))
+    return LineBias(curve, 1 / (torch.log1p(c.abs() * scope) + 1e-6), knots, slope, intercept + bias_out[:, None])

@@ -79,7 +79,8 @@ def _distance(rows: Index, columns: Index, query: Tensor, key: Tensor) -> Tensor
 @registered_tile
 def kerple_log(rows: Index, columns: Index, query: Tensor, key: Tensor, p: Tensor, a: Tensor) -> Tensor:
     """-p log(1 + a d)."""
-    return -p[:, None, None] * torch.log1p(a[:, None, None] * _distance(rows, columns, query, key))
+    distance = _distance(rows, columns, query, key).to(p.dtype)
+    return -p[:, None, None] * torch.log1p(a[:, None, None] * distance)
 
 
 @registered_tile

@@ -79,7 +79,7 @@ class StepEncoding(Encoding):
                 "Pass the positions of all keys, old and new."
             )
         step = self._checked_step(x, keys, state)
-        key_level = step.double().cumsum(2)
+        key_level = step.cumsum(2, dtype=torch.float64)
         return of_queries(key_level, queries, start), key_level
 
     def _checked_step(self, x: Tokens, keys: int, state: State | None) -> Levels:

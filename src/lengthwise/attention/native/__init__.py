@@ -1,7 +1,8 @@
 """The same tiles as row_block in one C++ kernel, compiled on first use where there is a compiler: CPU, eager mode.
 
 It takes the kinds whose bias is one number per distance or per token, and masks that leave every query an interval of
-keys: causality, windows, padding at the ends, packed documents. Everything else is row_block's.
+keys: causality, windows, padding at the ends, packed documents. A few queries against many keys, as in decoding, have
+a kernel of their own, which takes every kind and every mask. Everything else is row_block's.
 """
 
 import ctypes
@@ -13,11 +14,20 @@ from torch import Tensor
 
 from lengthwise.attention import row_block
 from lengthwise.attention.call import Call
-from lengthwise.attention.native import build
-from lengthwise.attention.native.problem import KINDS, Problem, holes, make_problem, padded, strip_columns
+from lengthwise.attention.native import build, few_rows
+from lengthwise.attention.native.problem import (
+    KINDS,
+    LINES,
+    Problem,
+    by_distance,
+    holes,
+    make_problem,
+    padded,
+    strip_columns,
+)
 from lengthwise.attention.row_block.distance_terms import slot_offsets
 from lengthwise.attention.row_block.visible import Visible
-from lengthwise.bias import DistanceBias, LevelBias
+from lengthwise.bias import DistanceBias, LevelBias, LineBias
 
 
 def objections(call: Call) -> list[str]:
@@ -28,11 +38,19 @@ def objections(call: Call) -> list[str]:
         return ["its kernel is for the CPU"]
     if call.dtype == torch.float64:
         return ["its kernel computes in float32"]
-    if call.rescore is not None or type(call.bias) not in KINDS:
-        return ["it knows tables of distances and levels of tokens, nothing else"]
+    if call.rescore is not None:
+        return ["rescore replaces the scores, which its kernel never shows"]
+    if few_rows.suits(call):
+        return [f"there is no kernel here: {build.fault()}"] if build.fault() else []
+    call = call.in_lines()
+    if type(call.bias) not in KINDS or (isinstance(call.bias, LineBias) and call.bias.slope.shape[1] > LINES):
+        return [
+            f"it knows tables of distances, levels of tokens and up to {LINES} straight lines, and other kinds for a "
+            "few queries only"
+        ]
     if holes(call):
         return ["padding or documents leave a query more than one interval of keys"]
-    if isinstance(call.bias, DistanceBias) and slot_offsets(call.bias, Visible(call)) is None:
+    if (table := by_distance(call.bias)) is not None and slot_offsets(table, Visible(call)) is None:
         return ["positions have gaps, so that distances do not follow the slots"]
     if fault := build.fault():
         return [f"there is no kernel here: {fault}"]
@@ -41,6 +59,9 @@ def objections(call: Call) -> list[str]:
 
 def attend(call: Call) -> Float[Tensor, "batch head query value"]:
     """The output, with gradients for everything that is learned."""
+    if few_rows.suits(call):
+        return few_rows.attend(call)
+    call = call.in_lines()
     clean, taint = call, None
     if call.forbids and not bool((call.k.sum(dtype=torch.float64) + call.v.sum(dtype=torch.float64)).isfinite()):
         clean, taint = call.contained()
@@ -51,7 +72,7 @@ def attend(call: Call) -> Float[Tensor, "batch head query value"]:
 
 def skipped_share(call: Call) -> float:
     """How much of the work that the masks leave is left out, 0 to 1."""
-    visited = [_forward(call, skip=skip)[1]["visited"].sum() for skip in (True, False)]
+    visited = [_forward(call.in_lines(), skip=skip)[1]["visited"].sum() for skip in (True, False)]
     return 1 - float(visited[0]) / max(1, int(visited[1]))
 
 
@@ -94,9 +115,12 @@ class _Attention(torch.autograd.Function):
             "d_v": arrays["v"].new_zeros(*shape, *arrays["v"].shape[2:]),
         }
         learned = any(ctx.needs_input_grad[5:])
-        if learned and isinstance(call.bias, DistanceBias):
+        if learned and by_distance(call.bias) is not None:
             found["d_strip"] = arrays["strip"].new_zeros(*shape, arrays["strip"].shape[2])
-        elif learned:
+        if learned and isinstance(call.bias, LineBias):
+            found["d_factor"] = arrays["q"].new_zeros(*shape, call.queries)
+            found["d_line_slope"], found["d_line_start"] = arrays["q"].new_zeros(2, *shape, call.bias.slope.shape[1])
+        elif learned and isinstance(call.bias, LevelBias):
             found["d_slope"] = arrays["q"].new_zeros(*shape, call.queries)
             found["d_query_level"] = torch.zeros(*shape, call.queries, dtype=torch.float64)
             found["d_key_level"] = torch.zeros(*shape, call.keys, dtype=torch.float64)
@@ -111,17 +135,26 @@ class _Attention(torch.autograd.Function):
 
 
 def _of_bias(call: Call, found: dict[str, Tensor]) -> list[Tensor]:
-    """The gradients of a table, or of levels and slopes, from what the kernel collected for every head."""
-    if isinstance(call.bias, DistanceBias):
-        columns = strip_columns(call, call.bias)
-        d_table = torch.zeros(call.bias.table.shape)
-        for rows, batch in zip(columns, _by(columns.shape[0], found["d_strip"]), strict=True):
-            d_table.scatter_add_(1, rows.expand(len(d_table), -1), batch)
-        return [d_table.to(call.bias.table.dtype)]
+    """The gradients of the bias's sources from what the kernel collected for every sequence and head."""
     bias = call.bias
+    if isinstance(bias, DistanceBias):
+        return [_of_table(call, bias, found["d_strip"])]
+    if isinstance(bias, LineBias):
+        d_table = _of_table(call, bias.curve, found["d_strip"].sum(1, keepdim=True))
+        d_factor = found["d_factor"].sum(1).sum_to_size(bias.factor.shape)
+        of_lines = (found[name].sum(0) for name in ("d_line_slope", "d_line_start"))
+        return [d.to(x.dtype) for d, x in zip((d_table, d_factor, *of_lines), bias.sources, strict=True)]
     assert isinstance(bias, LevelBias)
     names = ("d_query_level", "d_key_level", "d_slope")
     return [found[n].sum_to_size(x.shape).to(x.dtype) for n, x in zip(names, bias.sources, strict=True)]
+
+
+def _of_table(call: Call, bias: DistanceBias, d_strip: Tensor) -> Tensor:
+    columns = strip_columns(call, bias)
+    d_table = torch.zeros(bias.table.shape)
+    for rows, batch in zip(columns, _by(columns.shape[0], d_strip), strict=True):
+        d_table.scatter_add_(1, rows.expand(len(d_table), -1), batch)
+    return d_table.to(bias.table.dtype)
 
 
 def _by(batches: int, d_strip: Tensor) -> Tensor:

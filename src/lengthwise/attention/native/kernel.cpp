@@ -2,72 +2,23 @@
 // rows) to itself and everything between two products stays in its cache.
 //
 //   scores[i, j] = scale q[i] . k[j] + bias(i, j)      for low[i] <= j < high[i]
-//   bias         = 0, or strip[j - i + queries - 1], or -slope[i] |query_level[i] - key_level[j]|
+//   bias         = 0, or strip[j - i + queries - 1], or -slope[i] |query_level[i] - key_level[j]|,
+//                  or line_slope[n] x + line_start[n] with x = factor[i] strip[j - i + queries - 1], n knots being <= x
 //
 // Forward keeps a running maximum and sum per row; backward starts from the log-sum-exp. Levels are float64, and their
 // differences are taken before they are rounded, or relative to the block where it lies behind all rows. Far keys are
 // skipped where a bound shows that they cannot matter: row_block/far_keys.py has the argument, this file the same
 // inequalities row by row. Plain C++ with vectors of eight floats.
 
-#include <algorithm>
-#include <atomic>
 #include <cmath>
-#include <cstdint>
 #include <cstring>
-#include <limits>
-#include <thread>
-#include <vector>
+
+#include "vectors.h"
 
 namespace {
 
 constexpr int ROWS = 96, COLUMNS = 128, PANEL = 16;
-constexpr float INF = std::numeric_limits<float>::infinity();
 constexpr float SMALL = 1.0f / (1 << 25);  // half a unit in the last place of float32
-
-typedef float v8 __attribute__((vector_size(32)));
-typedef float v8u __attribute__((vector_size(32), aligned(4)));
-typedef int32_t i8 __attribute__((vector_size(32)));
-
-inline v8 load(const float* p) { return *reinterpret_cast<const v8u*>(p); }
-inline void store(float* p, v8 x) { *reinterpret_cast<v8u*>(p) = x; }
-inline v8 all(float x) { return v8{x, x, x, x, x, x, x, x}; }
-inline v8 pick(i8 condition, v8 yes, v8 no) { return (v8)(((i8)yes & condition) | ((i8)no & ~condition)); }
-inline v8 absolute(v8 x) { return (v8)((i8)x & 0x7fffffff); }
-
-typedef double v4d __attribute__((vector_size(32), aligned(8)));
-typedef float v4 __attribute__((vector_size(16), aligned(4)));
-
-inline float sum(v8 x) {
-  float total = 0;
-  for (int lane = 0; lane < 8; ++lane) total += x[lane];
-  return total;
-}
-
-inline float largest(v8 x) {
-  float most = x[0];
-  for (int lane = 1; lane < 8; ++lane) most = std::max(most, x[lane]);
-  return most;
-}
-
-// e^x for x <= 88, to about one unit in the last place; 0 below the normal numbers, NaN for NaN. (Cephes' polynomial.)
-inline v8 exponential(v8 x) {
-  const v8 shifter = all(12582912.0f);
-  v8 n = x * 1.44269504088896341f + shifter;
-  i8 power = ((i8)n - 0x4b400000) << 23;
-  n = n - shifter;
-  v8 r = x - n * 0.693359375f;
-  r = r + n * 2.12194440e-4f;
-  v8 p = all(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  v8 scaled = (v8)((i8)p + power);
-  scaled = pick(x > -87.0f, scaled, all(0));
-  return pick(x == x, scaled, x);
-}
 
 // c[M][16] = or += a b; a is read along its rows (step 1 in k) or, transposed, along its columns.
 template <int M, bool TRANSPOSED>
@@ -133,23 +84,27 @@ float length_of(const float* x, long dim) { return std::sqrt(dot(x, x, dim)) * 1
 // What Python hands over; kernel.py has the same fields in the same order. All arrays are contiguous.
 struct Problem {
   int64_t batch, heads, group, queries, keys, dim, value, start, kind, learned, skip, threads;
-  int64_t strip_batches, level_batches, level_heads, slope_batches, slope_heads, slope_queries;
+  int64_t strip_batches, strip_heads, level_batches, level_heads, slope_batches, slope_heads, slope_queries;
+  int64_t factor_batches, knot_count;
   double scale;
   const float *q, *k, *v;
   const int32_t *low, *high;
   const float* strip;
   const double *query_level, *key_level;
   const float* slope;
+  const float *factor, *knots, *line_slope, *line_start;
   float *out, *lse;
   const float* d_out;
   float *d_q, *d_k, *d_v, *d_strip, *d_slope;
   double *d_query_level, *d_key_level;
+  float *d_factor, *d_line_slope, *d_line_start;
   int64_t* visited;  // keys visited, by sequence and head
 };
 
 namespace {
 
-enum Kind { NONE = 0, STRIP = 1, LEVEL = 2 };
+enum Kind { NONE = 0, STRIP = 1, LEVEL = 2, LINE = 3 };
+constexpr int LINES = 256;  // at most so many, which Python sees to
 
 // The levels of a block of keys. Behind all rows they are relative to the block's last, near all of them; else, where
 // some keys come after some rows, nothing may be relative to a key that a row does not see.
@@ -187,6 +142,7 @@ struct Head {
   const double *query_level = nullptr, *key_level = nullptr;
   const float* slope = nullptr;
   long slope_step = 0;
+  const float *factor = nullptr, *line_slope = nullptr, *line_start = nullptr;
   std::vector<float> k_panels, v_panels;        // keys and values, sixteen of them side by side
   std::vector<float> k_most, v_most, strip_most;  // largest length in a block of keys, largest entry so far away or more
   std::vector<double> level_most;               // highest level up to the end of a block
@@ -200,8 +156,14 @@ struct Head {
     v = p.v + kv * p.keys * p.value;
     low = p.low + batch * p.queries;
     high = p.high + batch * p.queries;
-    if (p.kind == STRIP) {
-      strip = p.strip + ((p.strip_batches > 1 ? batch : 0) * p.heads + head) * strip_length();
+    if (p.kind == STRIP || p.kind == LINE) {
+      const long row = (p.strip_batches > 1 ? batch : 0) * p.strip_heads + (p.strip_heads > 1 ? head : 0);
+      strip = p.strip + row * strip_length();
+    }
+    if (p.kind == LINE) {
+      factor = p.factor + (p.factor_batches > 1 ? batch : 0) * p.queries;
+      line_slope = p.line_slope + head * (p.knot_count + 1);
+      line_start = p.line_start + head * (p.knot_count + 1);
     } else if (p.kind == LEVEL) {
       const long level = (p.level_batches > 1 ? batch : 0) * p.level_heads + (p.level_heads > 1 ? head : 0);
       query_level = p.query_level + level * p.queries;
@@ -313,6 +275,30 @@ struct Head {
     return end;
   }
 
+  // Call use(j, x, n) for eight keys from j on that lie on line n, or use(j, x, n, where) for those of them that do.
+  // Along a row x falls, so lines come in turn, and most eights lie on one.
+  template <class Use>
+  void walk(long r, long column, Use use) const {
+    const float* curve = strip + column - r + p.queries - 1;
+    const float own = factor[r];
+    long line = std::upper_bound(p.knots, p.knots + p.knot_count, own * curve[0]) - p.knots;
+    for (long j = 0; j < COLUMNS; j += 8) {
+      const v8 x = load(curve + j) * own;
+      while (line > 0 && x[0] < p.knots[line - 1]) --line;
+      if (line == 0 || !(x[7] < p.knots[line - 1])) {
+        use(j, x, line, ~i8{});
+        continue;
+      }
+      i8 rest = ~i8{};
+      for (long n = line; n >= 0; --n) {
+        const i8 here = n > 0 ? (x >= p.knots[n - 1]) & rest : rest;
+        use(j, x, n, here);
+        rest &= ~here;
+        if (n > 0 && !(x[7] < p.knots[n - 1])) break;
+      }
+    }
+  }
+
   // Add the bias to a tile of scores, forbid what is outside a row's interval.
   void add_bias(float* scores, long row, long rows, long column, const Levels& levels) const {
     for (long i = 0; i < rows; ++i) {
@@ -325,6 +311,11 @@ struct Head {
         const v8 steep = all(-slope_of(r));
         const Levels::Row own = levels.row(query_level[r]);
         for (long j = 0; j < COLUMNS; j += 8) store(s + j, load(s + j) + steep * absolute(levels.difference(own, j)));
+      } else if (p.kind == LINE) {
+        walk(r, column, [&](long j, v8 x, long n, i8 where) {
+          const v8 bias = line_slope[n] * x + line_start[n];
+          store(s + j, load(s + j) + (v8)((i8)bias & where));
+        });
       }
       const long from = low[r] - column, to = high[r] - column;
       if (from > 0) std::fill(s, s + std::min<long>(from, COLUMNS), -INF);
@@ -464,14 +455,34 @@ std::vector<long> backward_starts(const Head& h, const float* delta) {
   return starts;
 }
 
+// The gradients of slopes and intercepts, by line.
+struct LineSums {
+  v8 slope[LINES], start[LINES];
+};
+
 // The gradient of a tile of scores taken into that of the bias.
-void collect(const Head& h, const float* d_scores, long row, long rows, long column, const Levels& levels) {
+void collect(const Head& h, const float* d_scores, long row, long rows, long column, const Levels& levels,
+             LineSums& sums) {
   const Problem& p = h.p;
   const long index = h.batch * p.heads + h.head, count = std::min<long>(COLUMNS, p.keys - column);
   alignas(32) float of_keys[COLUMNS] = {};
   for (long i = 0; i < rows; ++i) {
     const float* d = d_scores + i * COLUMNS;
     const long r = row + i;
+    if (p.kind == LINE) {
+      float* to = p.d_strip + index * h.strip_length() + column - r + p.queries - 1;
+      const float own = h.factor[r];
+      v8 of_factor = all(0);
+      h.walk(r, column, [&](long j, v8 x, long n, i8 where) {
+        const v8 here = (v8)((i8)load(d + j) & where), of_x = here * h.line_slope[n];
+        sums.slope[n] += here * x;
+        sums.start[n] += here;
+        of_factor += of_x * load(h.strip + column - r + p.queries - 1 + j);
+        store(to + j, load(to + j) + of_x * own);
+      });
+      p.d_factor[index * p.queries + r] += sum(of_factor);
+      continue;
+    }
     if (p.kind == STRIP) {
       float* to = p.d_strip + index * h.strip_length() + column - r + p.queries - 1;
       for (long j = 0; j < COLUMNS; j += 8) store(to + j, load(to + j) + load(d + j));
@@ -503,12 +514,15 @@ void backward_head(const Head& h) {
         *d_v = p.d_v + index * p.keys * p.value;
   alignas(32) float weights[ROWS * COLUMNS], d_scores[ROWS * COLUMNS];
   Levels levels;
+  LineSums sums;
+  std::vector<double> of_slope(p.knot_count + 1), of_start(p.knot_count + 1);
   std::vector<float> scaled(ROWS * p.dim), delta(p.queries);
   for (long i = 0; i < p.queries; ++i) delta[i] = dot(d_out + i * p.value, out + i * p.value, p.value);
   const std::vector<long> starts = backward_starts(h, delta.data());
   for (long row = 0; row < p.queries; row += ROWS) {
     const long rows = std::min<long>(ROWS, p.queries - row);
     for (long n = 0; n < rows * p.dim; ++n) scaled[n] = h.q[row * p.dim + n] * float(p.scale);
+    if (p.kind == LINE) sums = {};
     long first, last;
     h.span(row, rows, first, last);
     for (long b = last - 1; b >= starts[row / ROWS]; --b) {
@@ -533,22 +547,19 @@ void backward_head(const Head& h) {
       product<true>(d_scores, COLUMNS, scaled.data(), p.dim, PANEL, d_k + column * p.dim, p.dim, count, p.dim, rows, true);
       product<false>(d_scores, COLUMNS, h.k + column * p.dim, p.dim, PANEL, d_q + row * p.dim, p.dim, rows, p.dim, count,
                      true);
-      if (p.learned) collect(h, d_scores, row, rows, column, levels);
+      if (p.learned) collect(h, d_scores, row, rows, column, levels, sums);
     }
     for (long n = 0; n < rows * p.dim; ++n) d_q[row * p.dim + n] *= float(p.scale);
+    // A block of rows adds up by itself first: in one long sum of float32 the last terms would drown.
+    for (long n = 0; p.kind == LINE && p.learned && n <= p.knot_count; ++n) {
+      of_slope[n] += sum(sums.slope[n]);
+      of_start[n] += sum(sums.start[n]);
+    }
   }
-}
-
-template <class Work>
-void share(long threads, long count, Work work) {
-  std::atomic<long> next{0};
-  auto run = [&] {
-    for (long n = next++; n < count; n = next++) work(n);
-  };
-  std::vector<std::thread> others;
-  for (long t = 1; t < std::min(threads, count); ++t) others.emplace_back(run);
-  run();
-  for (auto& other : others) other.join();
+  for (long n = 0; p.kind == LINE && p.learned && n <= p.knot_count; ++n) {
+    p.d_line_slope[index * (p.knot_count + 1) + n] = float(of_slope[n]);
+    p.d_line_start[index * (p.knot_count + 1) + n] = float(of_start[n]);
+  }
 }
 
 }  // namespace

@@ -10,7 +10,7 @@ from torch import Tensor
 from lengthwise.attention.call import Call
 from lengthwise.attention.row_block.distance_terms import slot_offsets
 from lengthwise.attention.row_block.visible import Visible
-from lengthwise.bias import DistanceBias, LevelBias, wide
+from lengthwise.bias import Bias, DistanceBias, LevelBias, LineBias, wide
 
 COLUMNS = 128
 """The kernel reads the bias in blocks of so many keys, so the strip has as much room behind."""
@@ -29,11 +29,14 @@ COUNTS = [
     "skip",
     "threads",
     "strip_batches",
+    "strip_heads",
     "level_batches",
     "level_heads",
     "slope_batches",
     "slope_heads",
     "slope_queries",
+    "factor_batches",
+    "knot_count",
 ]
 ARRAYS = [
     "q",
@@ -45,6 +48,10 @@ ARRAYS = [
     "query_level",
     "key_level",
     "slope",
+    "factor",
+    "knots",
+    "line_slope",
+    "line_start",
     "out",
     "lse",
     "d_out",
@@ -55,9 +62,14 @@ ARRAYS = [
     "d_slope",
     "d_query_level",
     "d_key_level",
+    "d_factor",
+    "d_line_slope",
+    "d_line_start",
     "visited",
 ]
-KINDS = {type(None): 0, DistanceBias: 1, LevelBias: 2}
+KINDS = {type(None): 0, DistanceBias: 1, LevelBias: 2, LineBias: 3}
+LINES = 256
+"""The kernel has room for so many lines."""
 
 
 class Record(ctypes.Structure):
@@ -98,15 +110,20 @@ def make_problem(call: Call, q: Tensor, k: Tensor, v: Tensor, *, learned: bool, 
         "start": int(call.start),
         "kind": KINDS[type(call.bias)],
         "learned": int(learned),
-        "skip": int(skip and call.causal),
+        "skip": int(skip and call.causal and not isinstance(call.bias, LineBias)),
         "threads": torch.get_num_threads(),
     }
     problem = Problem(counts, call.scale, {"q": q, "k": k, "v": v, "low": low, "high": high})
-    if isinstance(call.bias, DistanceBias):
-        columns = strip_columns(call, call.bias)
-        strip = wide(call.bias.table).float()[:, columns].transpose(0, 1).contiguous()
+    if (table := by_distance(call.bias)) is not None:
+        columns = strip_columns(call, table)
+        strip = wide(table.table).float()[:, columns].transpose(0, 1).contiguous()
         problem.arrays["strip"] = strip
-        problem.counts["strip_batches"] = strip.shape[0]
+        problem.counts |= {"strip_batches": strip.shape[0], "strip_heads": strip.shape[1]}
+    if isinstance(call.bias, LineBias):
+        lines = {"factor": call.bias.factor, "knots": call.bias.knots}
+        lines |= {"line_slope": call.bias.slope, "line_start": call.bias.intercept}
+        problem.arrays |= {name: x.float().contiguous() for name, x in lines.items()}
+        problem.counts |= {"factor_batches": call.bias.factor.shape[0], "knot_count": call.bias.knots.shape[0]}
     elif isinstance(call.bias, LevelBias):
         shape = torch.broadcast_shapes(call.bias.query_level.shape[:2], call.bias.key_level.shape[:2])
         for name in ("query_level", "key_level"):
@@ -117,6 +134,11 @@ def make_problem(call: Call, q: Tensor, k: Tensor, v: Tensor, *, learned: bool, 
         problem.counts |= {"level_batches": shape[0], "level_heads": shape[1]}
         problem.counts |= dict(zip(("slope_batches", "slope_heads", "slope_queries"), slope.shape, strict=True))
     return problem
+
+
+def by_distance(bias: Bias | None) -> DistanceBias | None:
+    """The part of a bias that is one number per distance, if it has one."""
+    return bias.curve if isinstance(bias, LineBias) else bias if isinstance(bias, DistanceBias) else None
 
 
 def strip_columns(call: Call, bias: DistanceBias) -> Int[Tensor, "batch column"]:

@@ -1,0 +1,128 @@
+"""A few queries against many keys, as in decoding: one pass over the cache where it lies, the bias made on the way."""
+
+import ctypes
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lengthwise.attention import reference
+from lengthwise.attention.call import Call
+from lengthwise.attention.native import build
+from lengthwise.bias import DistanceBias, LevelBias
+
+PRECISIONS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+NONE, TABLE, LEVEL, ROW = range(4)
+FEW = 4
+
+
+def suits(call: Call) -> bool:
+    """Whether the rows are so few that keys and values are best read once, where they lie."""
+    return call.queries <= FEW and call.q.device.type == "cpu" and not call.needs_grad
+
+
+class Record(ctypes.Structure):
+    """few_rows.cpp's FewRows, field by field."""
+
+    _fields_ = [
+        *((n, ctypes.c_int64) for n in ("batch", "heads", "group", "queries", "keys", "dim", "value", "precision")),
+        *((n, ctypes.c_int64) for n in ("kind", "causal", "window", "start", "threads")),
+        *((n, ctypes.c_int64 * 3) for n in ("q_strides", "k_strides", "v_strides")),
+        *((n, ctypes.c_void_p) for n in ("q", "k", "v")),
+        ("key_mask", ctypes.c_void_p),
+        ("key_mask_stride", ctypes.c_int64),
+        ("documents", ctypes.c_void_p),
+        ("documents_stride", ctypes.c_int64),
+        ("table", ctypes.c_void_p),
+        *((n, ctypes.c_int64) for n in ("table_stride", "table_length", "first")),
+        *((n, ctypes.c_void_p) for n in ("query", "key")),
+        *((n, ctypes.c_int64) for n in ("query_stride", "key_stride")),
+        *((n, ctypes.c_void_p) for n in ("query_level", "key_level")),
+        *((n, ctypes.c_int64 * 2) for n in ("query_level_strides", "key_level_strides")),
+        ("slope", ctypes.c_void_p),
+        ("slope_strides", ctypes.c_int64 * 3),
+        ("row", ctypes.c_void_p),
+        ("row_strides", ctypes.c_int64 * 3),
+        ("out", ctypes.c_void_p),
+        ("scale", ctypes.c_double),
+    ]
+
+
+def attend(call: Call) -> Float[Tensor, "batch head query value"]:
+    """The output; what is not finite is left to the reference, which keeps it to the rows that may see it."""
+    q, k, v = (_rows(x) for x in (call.q, call.k, call.v))
+    record = Record(
+        call.batch,
+        call.heads,
+        call.group,
+        call.queries,
+        call.keys,
+        q.shape[3],
+        v.shape[3],
+        PRECISIONS[q.dtype],
+        causal=call.causal,
+        window=call.window or 0,
+        start=int(call.start),
+        threads=torch.get_num_threads(),
+        scale=call.scale,
+    )
+    # Everything that the kernel reads is held until it is done.
+    held = [q, k, v, *_describe_masks(record, call), *_describe_bias(record, call)]
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        setattr(record, name, x.data_ptr())
+        setattr(record, f"{name}_strides", x.stride()[:3])
+    out = q.new_empty(call.batch, call.heads, call.queries, v.shape[3], dtype=torch.float32)
+    record.out = out.data_ptr()
+    good = build.library().lengthwise_few_rows(ctypes.byref(record))
+    del held
+    return out.to(call.dtype) if good else reference.attend(call)
+
+
+def _describe_masks(record: Record, call: Call) -> list[Tensor]:
+    held = []
+    for name, mask in (("key_mask", call.key_mask), ("documents", call.documents)):
+        if mask is not None:
+            mask = _last_contiguous(mask if mask.dtype == torch.bool else mask.long())
+            setattr(record, name, mask.data_ptr())
+            setattr(record, f"{name}_stride", _spread(mask, 1)[0])
+            held.append(mask)
+    return held
+
+
+def _describe_bias(record: Record, call: Call) -> list[Tensor]:
+    bias = call.bias
+    if bias is None:
+        return []
+    if isinstance(bias, DistanceBias):
+        table, query, key = bias.table.float().contiguous(), bias.query.long(), bias.key.long()
+        record.kind, record.table, record.first = TABLE, table.data_ptr(), bias.first
+        record.table_stride, record.table_length = _spread(table, 1)[0], table.shape[1]
+        query, key = _last_contiguous(query), _last_contiguous(key)
+        record.query, record.key = query.data_ptr(), key.data_ptr()
+        record.query_stride, record.key_stride = _spread(query, 1)[0], _spread(key, 1)[0]
+        return [table, query, key]
+    if isinstance(bias, LevelBias):
+        query, key = (_last_contiguous(x.double()) for x in (bias.query_level, bias.key_level))
+        slope = _last_contiguous(bias.slope.float())
+        record.kind, record.slope, record.slope_strides = LEVEL, slope.data_ptr(), _spread(slope, 3)
+        record.query_level, record.query_level_strides = query.data_ptr(), _spread(query, 2)
+        record.key_level, record.key_level_strides = key.data_ptr(), _spread(key, 2)
+        return [query, key, slope]
+    row = _last_contiguous(bias.dense().float())
+    record.kind, record.row, record.row_strides = ROW, row.data_ptr(), _spread(row, 3)
+    return [row]
+
+
+def _rows(x: Tensor) -> Tensor:
+    """As it is if the kernel has its precision and its channels lie side by side."""
+    known = x.dtype in PRECISIONS and (x.dtype != torch.float16 or build.library().lengthwise_takes_half())
+    return _last_contiguous(x if known else x.float())
+
+
+def _last_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _spread(x: Tensor, axes: int) -> tuple[int, ...]:
+    """The strides of the first axes, 0 where there is one for all."""
+    return tuple(0 if size == 1 else stride for size, stride in zip(x.shape[:axes], x.stride()[:axes], strict=True))
