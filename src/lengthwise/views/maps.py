@@ -20,6 +20,8 @@ from lengthwise.views.tiles import Tiles, order, tiles_of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from lengthwise.views.page import Page
+
 What = Literal["bias", "content", "scores", "weights", "profile"]
 WHATS: tuple[What, ...] = ("bias", "content", "scores", "weights", "profile")
 """What there is to see: the additive term, the scores without it, with it, after the softmax; and by distance alone."""
@@ -181,6 +183,12 @@ class PositionMaps:
         from lengthwise.views.curves import curves
 
         return curves(self.only(layer), heads=heads, log=log, spread=spread)
+
+    def page(self) -> "Page":
+        """All of it as an interactive page: `.save("heads.html")` writes one file that needs no network."""
+        from lengthwise.views.page import Page, Snapshot
+
+        return Page([[Snapshot({self.what: self})]])
 
     def save(self, path: str | Path) -> Path:
         """One safetensors file, which `load_maps` reads; described forms stay described."""

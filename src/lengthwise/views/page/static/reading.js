@@ -1,0 +1,168 @@
+"use strict";
+// What stands at the cursor, in numbers and in words, and the text shaded by how strongly the query sees it.
+
+const READ = ["bias", "content", "scores", "weights"];
+
+/** The layer of another view at the same place, opened. */
+async function openReading() {
+  for (const side of state.sides) {
+    side.reads = {};
+    for (const what of READ) {
+      const layer = (snapshotOf(side).views[what] || []).find((one) => one.layer === state.layer);
+      if (!layer || state.head >= layer.heads) continue;
+      side.reads[what] = await openLayer(layer);
+      await side.reads[what].matrix.openBounds();
+    }
+  }
+}
+
+function tokenAt(side, place) {
+  const { tokens } = snapshotOf(side);
+  return tokens && place < tokens.length ? readable(tokens[place]) : "";
+}
+
+function drawReading() {
+  const sides = state.sides.filter(currentLayer);
+  const head = make("tr", {}, make("th", { scope: "col" }), ...sides.map((side) => make("th", { scope: "col" }, nameOf(side))));
+  find("reading").tHead.replaceChildren(...(sides.length > 1 ? [head] : []));
+  const row = (name, cells) => make("tr", {}, make("th", { scope: "row" }, name), ...cells);
+  const rows = [
+    row("query", sides.map((side) => place(side, cursorOf(currentLayer(side)).i, "query"))),
+    row("key", sides.map((side) => place(side, cursorOf(currentLayer(side)).j, "key"))),
+    row("distance", sides.map((side) => valueCell("distance", distanceOf(side), String(distanceOf(side)).replace("-", "−")))),
+  ];
+  for (const what of READ) {
+    if (sides.some((side) => side.reads && side.reads[what])) rows.push(row(what, sides.map((side) => reading(side, what))));
+  }
+  rows.push(row("mean here", sides.map(meanCell)));
+  find("reading").tBodies[0].replaceChildren(...rows);
+  if (state.speak) speak(sides);
+}
+
+function distanceOf(side) {
+  const layer = currentLayer(side);
+  const { i, j } = cursorOf(layer);
+  return i + offsetOf(layer) - j;
+}
+
+function place(side, at, which) {
+  const cell = make("td", {}, String(at));
+  cell.dataset.read = which;
+  cell.dataset.value = at;
+  const token = tokenAt(side, at);
+  if (token) cell.append(" ", make("q", {}, token));
+  return cell;
+}
+
+function valueCell(what, value, text, more = "") {
+  const cell = make("td", {}, text);
+  cell.dataset.read = what;
+  cell.dataset.value = value;
+  if (more) cell.append(" ", make("span", { className: "quiet small" }, more));
+  return cell;
+}
+
+function reading(side, what) {
+  const layer = side.reads && side.reads[what];
+  if (!layer) return make("td", {}, "–");
+  const { i, j } = cursorOf(layer);
+  const value = layer.matrix.at(state.head, i, j);
+  if (Number.isNaN(value)) return valueCell(what, "", "–", "may not look");
+  if (layer.matrix.single(state.head, i, j)) return valueCell(what, value, said(value));
+  const [least, greatest] = layer.matrix.bounds(state.head, i, j);
+  const cell = valueCell(what, value, said(value, 3), `mean of ${layer.pool} × ${layer.pool}, ${said(least, 2)} to ${said(greatest, 2)}`);
+  Object.assign(cell.dataset, { least, greatest, pool: layer.pool });
+  return cell;
+}
+
+function meanCell(side) {
+  const found = meanAt(currentLayer(side), distanceOf(side));
+  if (!found || Number.isNaN(found.mean)) return make("td", {}, "–");
+  return valueCell("mean", found.mean, said(found.mean), found.spread ? `± ${said(found.spread, 2)}` : "");
+}
+
+function speak(sides) {
+  state.speak = false;
+  const rows = [...find("reading").rows].filter((row) => row.cells[0].scope === "row");
+  find("spoken").textContent = rows.map((row) => [...row.cells].map((cell) => cell.textContent).join(" ")).join("; ");
+}
+
+/** Every token as text; a click makes it the query, and pointing at it the key. */
+function drawTokens() {
+  const blocks = state.sides.map((side, which) => {
+    const { tokens } = snapshotOf(side);
+    if (!tokens) return make("p", { className: "quiet" }, "This model's tokens are not known as text.");
+    const block = make("p", { className: "tokens" });
+    block.dataset.side = which;
+    tokens.forEach((token, at) => {
+      const span = make("span", {}, readable(token));
+      span.dataset.at = at;
+      block.append(span);
+      if (/[Ċ\n]/.test(token)) block.append(make("br"));
+    });
+    return state.sides.length > 1 ? make("div", {}, make("h3", {}, nameOf(side)), block) : block;
+  });
+  find("tokens").replaceChildren(...blocks);
+  find("tokens").classList.toggle("two", blocks.length > 1);
+}
+
+/** How strongly the query sees each key: the weights, or the softmax over the row of what there is. */
+function sharesOf(side) {
+  const layer = (side.reads && (side.reads.weights || side.reads[state.what] || side.reads.scores || side.reads.bias)) || null;
+  if (!layer) return null;
+  const { i } = cursorOf(layer);
+  const row = Float64Array.from({ length: layer.keys }, (_, j) => layer.matrix.at(state.head, i, j));
+  if (layer === side.reads.weights) return row;
+  const top = row.reduce((a, b) => (b > a ? b : a), -Infinity);
+  const weights = row.map((x) => (Number.isNaN(x) ? NaN : Math.exp(x - top)));
+  const sum = weights.reduce((a, b) => a + (Number.isNaN(b) ? 0 : b), 0);
+  return weights.map((x) => x / sum);
+}
+
+function drawShades() {
+  for (const block of document.querySelectorAll(".tokens")) {
+    const side = state.sides[block.dataset.side];
+    const shares = currentLayer(side) ? sharesOf(side) : null;
+    const top = shares ? shares.reduce((a, b) => (b > a ? b : a), 0) : 0;
+    const layer = currentLayer(side);
+    const at = layer ? cursorOf(layer) : {};
+    const offset = layer ? offsetOf(layer) : 0;
+    for (const span of block.querySelectorAll("span")) {
+      const place = Number(span.dataset.at);
+      const share = shares && shares[place] > 0 ? shares[place] : 0;
+      span.style.setProperty("--share", top ? (share / top).toFixed(3) : 0);
+      span.classList.toggle("query", place === at.i + offset);
+      span.classList.toggle("key", place === at.j);
+      span.classList.toggle("ahead", Boolean(layer && layer.causal && place > at.i + offset));
+      span.title = share ? said(share, 3) : "";
+    }
+  }
+  noteText();
+}
+
+function noteText() {
+  const side = state.sides[0];
+  const layer = currentLayer(side);
+  if (!layer) return;
+  const { i } = cursorOf(layer);
+  const from = side.reads && side.reads.weights ? "weights of attention" : `softmax of the row's ${state.what === "profile" ? "numbers" : state.what}`;
+  const read = side.reads && (side.reads.weights || side.reads[state.what]);
+  const pooled = read && !read.matrix.single(state.head, i, 0) ? `, means of ${read.pool} × ${read.pool} pairs` : "";
+  find("text-note").textContent = `Seen from query ${i}: ${from}${pooled}. Click a token to look from there.`;
+}
+
+/** Mark the tokens that hold the words looked for, and go to the next from the query on. */
+function search(direction = 0) {
+  const words = find("search").value.toLowerCase();
+  const spans = [...document.querySelectorAll(".tokens[data-side='0'] span")];
+  const found = spans.filter((span) => words && span.textContent.toLowerCase().includes(words));
+  for (const span of spans) span.classList.toggle("found", false);
+  for (const span of found) span.classList.toggle("found", true);
+  find("found").textContent = words ? `${found.length} found` : "";
+  if (!direction || !found.length) return;
+  const places = found.map((span) => Number(span.dataset.at));
+  const { i } = state.cursor;
+  const next = direction > 0 ? places.find((at) => at > i) ?? places[0] : places.findLast((at) => at < i) ?? places[places.length - 1];
+  moveCursor(next, Math.min(state.cursor.j, next), { follow: true, spoken: true });
+  spans[next].scrollIntoView({ block: "nearest" });
+}
