@@ -40,6 +40,7 @@ class Diagonals:
         some = count.clamp(min=1)
         mean = pivot[:, :, 0].double() + total / some
         squares = squares - total.square() / some
+        count, mean, squares = count.cpu(), mean.cpu(), squares.cpu()
 
         # Column c of the skewed block is distance c + low; what causality forbids is not kept at all.
         low = rows.start + self.offset - (columns.stop - 1)

@@ -71,7 +71,7 @@ class Maker:
             self.tiles.add(*_shown(x, block.may, self.shown), rows, columns)
         if x.shape[0] > 1:
             all_may = block.may.all(0)
-            self.variance += x.var(0).masked_fill_(~all_may, 0).sum((1, 2)).double()
+            self.variance += x.var(0).masked_fill_(~all_may, 0).sum((1, 2)).double().cpu()
             self.pairs += int(all_may.sum())
 
     def done(self) -> LayerMap:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from lengthwise.inspect.look import position_views, route_into
+from lengthwise.inspect.look import Layers, position_views, route_into
 from lengthwise.inspect.subject import TRAINED_AT, find_subject
 from lengthwise.inspect.text import sample
 from lengthwise.views.canvas import checked_path, save_picture
@@ -68,15 +68,13 @@ def look_at(
     """The maps of what was named, and a line that says what they are of."""
     subject = find_subject(name, seed=seed, trust_remote_code=trust_remote_code)
     route = route_into(subject.model)
-    wanted = length or min(TRAINED_AT, route.limit or TRAINED_AT)
-    sequences = sample(
-        subject, length=wanted if text is None or length else 2**40, text=text, seed=seed, count=SEQUENCES
-    )
-    layers = "all" if layer == "all" else [-1 if layer == "last" else one for one in _layers(layer)]
+    usual = min(TRAINED_AT, route.limit or TRAINED_AT) if text is None else None
+    sequences = sample(subject, length=usual if length is None else length, text=text, seed=seed, count=SEQUENCES)
+    layers: Layers = "all" if layer == "all" else [-1] if layer == "last" else parse_numbers("layer", layer)
     views = position_views(
         subject.model,
         sequences.ids,
-        layers,  # type: ignore[arg-type]
+        layers,
         None if what is None else [what],
         part=part,
         shown="first",
@@ -101,10 +99,6 @@ def parse_numbers(name: str, said: str) -> list[int]:
             raise ValueError(f"{name} must be numbers from 1 on, such as '1-3,12'; {said!r} came. Change it.")
         found += range(int(first) - 1, int(last or first))
     return found
-
-
-def _layers(said: str) -> list[int]:
-    return [-1] if said == "last" else parse_numbers("layer", said)
 
 
 def _draw(found: list[PositionMaps], heads: list[int] | None) -> Figure:

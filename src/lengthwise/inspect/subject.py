@@ -45,6 +45,10 @@ def find_subject(what: str, *, seed: int, trust_remote_code: bool = False) -> Su
     if what in ENCODINGS:
         return initial(what, {}, seed=seed)
     folder = Path(what)
+    near = difflib.get_close_matches(what, ENCODINGS, n=1, cutoff=0.75)
+    if near and not folder.exists():
+        # Before the hub is asked for it, which takes long where there is no network.
+        raise ValueError(f"{what!r} is neither an encoding nor a folder that is there. Did you mean {near[0]!r}?")
     if folder.is_dir() and Run.is_run(folder):
         run = Run(folder)
         model, tokenizer = _load(str(run.final), trust_remote_code=False)
@@ -88,23 +92,22 @@ def _load(name: str, *, trust_remote_code: bool) -> tuple[PreTrainedModel, PreTr
             "If you trust it, pass --trust-remote-code."
         ) from None
     except OSError as fault:
-        near = difflib.get_close_matches(name, ENCODINGS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else " See `lengthwise encodings`, or check the path."
         raise ValueError(
-            f"what is shown must be an encoding, a run, a checkpoint folder or a name on the hub; {name!r} is none that "
-            f"can be read here ({str(fault).splitlines()[0]}).{hint}"
+            f"what is shown must be an encoding, a run, a checkpoint folder or a name on the hub; {name!r} is none "
+            f"that can be read here ({str(fault).splitlines()[0]}). See `lengthwise encodings`, or check the name."
         ) from None
-    loader: Any = (
-        AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or _has_remote(config) else AutoModel
+    model = _class_for(config).from_pretrained(
+        name, config=config, trust_remote_code=trust_remote_code, use_safetensors=True
     )
-    if config.is_encoder_decoder:
-        loader = AutoModelForSeq2SeqLM
-    model = loader.from_pretrained(name, config=config, trust_remote_code=trust_remote_code, use_safetensors=True)
     return model, _tokenizer(name, trust_remote_code=trust_remote_code)
 
 
-def _has_remote(config: Any) -> bool:
-    return "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+def _class_for(config: Any) -> Any:
+    """The class that loads a checkpoint with the head that it was trained with, if it has a head for text."""
+    if config.is_encoder_decoder:
+        return AutoModelForSeq2SeqLM
+    remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    return AutoModelForCausalLM if remote or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
 
 
 def _tokenizer(name: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:

@@ -20,9 +20,10 @@ class Sequences:
     told: str
 
 
-def sample(subject: Subject, *, length: int, text: str | None, seed: int, count: int) -> Sequences:
-    """`count` sequences of one length, the first of them the text if there is one."""
-    check_whole("length", length, "It counts tokens.")
+def sample(subject: Subject, *, length: int | None, text: str | None, seed: int, count: int) -> Sequences:
+    """`count` sequences of one length, the first of them the text if there is one, which has a length of its own."""
+    if length is not None or text is None:
+        check_whole("length", length, "It counts tokens.")
     generator = torch.Generator().manual_seed(seed)
     tokenizer = subject.tokenizer
     if tokenizer is None:
@@ -30,19 +31,19 @@ def sample(subject: Subject, *, length: int, text: str | None, seed: int, count:
             raise ValueError(
                 f"a text needs a tokenizer; {subject.name} has none beside it. Leave out --text for random tokens."
             )
+        assert length is not None, "only a text has a length of its own"
         size = subject.model.config.get_text_config().vocab_size
         ids = torch.randint(size, (count, length), generator=generator)
         return Sequences(ids, tuple(map(str, ids[0].tolist())), f"random tokens (no tokenizer is there), seed {seed}")
-    given = [] if text is None else tokenizer(text)["input_ids"]
+    told, rows = f"held-out text of {subject.source}, seed {seed}", []
     if text is not None:
-        if not given:
+        rows = [tokenizer(text)["input_ids"][:length]]
+        told = "the given text"
+        if not rows[0]:
             raise ValueError(f"a text must have a token at least; {text!r} has none. Give a longer one.")
-        length = min(length, len(given))
     texts = list(documents(subject.source, subject.split))
-    rows = [given[:length]] if given else []
     while len(rows) < count:
-        rows.append(_row(texts, tokenizer, length, generator))
-    told = f"held-out text of {subject.source}, seed {seed}" if text is None else f"the given text, cut at {length}"
+        rows.append(_row(texts, tokenizer, len(rows[0]) if rows else int(length or 1), generator))
     return Sequences(torch.tensor(rows), tuple(tokenizer.convert_ids_to_tokens(rows[0])), told)
 
 

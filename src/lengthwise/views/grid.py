@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
 from lengthwise.views.canvas import (
     GREY,
@@ -23,7 +23,7 @@ from lengthwise.views.canvas import (
 )
 from lengthwise.views.maps import LayerMap, PositionMaps
 
-SIDE, LEFT, RIGHT, ABOVE, BELOW = 1.16, 0.36, 0.4, 0.24, 0.22
+SIDE, LEFT, RIGHT, ABOVE, BELOW = 1.16, 0.34, 0.45, 0.24, 0.22
 """A panel in inches: its side, and the room around it for ticks, colour bar and title."""
 
 RESOLUTION, SMALL_RESOLUTION = 512, 128
@@ -101,7 +101,7 @@ def panel(axes: Axes, one: LayerMap, image: np.ndarray, scale: Colours, bar: Axe
         np.ma.masked_invalid(image),
         cmap=scale.map,
         norm=scale.norm,
-        interpolation="nearest",
+        interpolation="auto",  # pixels as they are where there is room, their mean where not: no false stripes
         extent=(-0.5, across - 0.5, down - 0.5, -0.5),
         aspect="auto",
         rasterized=True,
@@ -116,9 +116,11 @@ def panel(axes: Axes, one: LayerMap, image: np.ndarray, scale: Colours, bar: Axe
     if bar is not None:
         made = axes.figure.colorbar(drawn, cax=bar)
         made.outline.set_linewidth(0.4)
-        made.locator = MaxNLocator(6)
+        made.locator, made.formatter = MaxNLocator(6), ScalarFormatter()
+        made.formatter.set_powerlimits((-2, 4))
         made.update_ticks()
         made.ax.tick_params(labelsize=SMALL, length=1.5, width=0.4, pad=1)
+        made.ax.yaxis.get_offset_text().set(size=SMALL, position=(0, 1))
 
 
 def annotate(axes: Axes, one: LayerMap, head: int) -> None:

@@ -36,7 +36,7 @@ def save_maps(maps: PositionMaps, path: str | Path) -> Path:
     half = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         save_file(
-            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            {name: _kept(tensor) for name, tensor in tensors.items()},
             half,
             {"form": FORM, "about": json.dumps(about), "layers": json.dumps(layers)},
         )
@@ -116,7 +116,7 @@ def _pack_bias(bias: Bias, parts: dict[str, Tensor]) -> dict[str, Any]:
         parts |= {f"bias.{name}": getattr(bias, name) for name in ("query_level", "key_level", "slope")}
         return {"kind": "level"}
     assert isinstance(bias, FunctionBias), "inspect keeps no other kind described"
-    parts |= {f"bias.{index}": tensor.clone() for index, tensor in enumerate(bias.tensors)}
+    parts |= {f"bias.{index}": tensor for index, tensor in enumerate(bias.tensors)}
     (name,) = [name for name, function in TILES.items() if function is bias.function]
     return {"kind": "function", "function": name, "tensors": len(bias.tensors)}
 
@@ -147,4 +147,5 @@ def detached(bias: Bias) -> Bias | None:
 
 
 def _kept(x: Tensor) -> Tensor:
+    """A copy of its own: tensors that share memory cannot be told apart in a file."""
     return torch.clone(x.detach().cpu(), memory_format=torch.contiguous_format)

@@ -1,0 +1,230 @@
+"""Position maps of Lengthwise models: they are what the encodings define and what the models compute."""
+
+import math
+
+import pytest
+import torch
+from model_kit import CASES, LENGTH, RESCORING, loud_model, make_config, tokens
+from torch import Tensor
+
+import lengthwise as lw
+from lengthwise.bias import DistanceBias, FunctionBias, LevelBias
+from lengthwise.inspect import position_maps, position_views
+from lengthwise.model import LengthwiseForCausalLM
+
+CONTEXT_FREE = ["alibi", "kerple", "kerple-power", "fire", "fire-short", "t5", "t5-clamped"]
+CONTEXTUAL = ["cable", "cable-nw", "k-cable", "fox", "cope", "dape", "dapev2", "dapev2-cable"]
+WITHOUT_BIAS = [case for case in CASES if case not in CONTEXT_FREE + CONTEXTUAL]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bias_plus_content_are_the_scores_and_their_softmax_the_models_own_weights(case):
+    model = loud_model(case)
+    views = position_views(model, tokens(1), "all")
+    own = model(tokens(1), output_attentions=True).attentions
+    bias = views["bias"].values if "bias" in views else 0
+    # Loud weights make scores of a few hundred: their rounding, relative to the largest, is what may differ.
+    largest = float(views["scores"].values.nan_to_num().abs().max())
+    tolerance = 8 * torch.finfo(torch.float32).eps * largest
+    torch.testing.assert_close(
+        bias + views["content"].values, views["scores"].values, atol=tolerance, rtol=0, equal_nan=True
+    )
+    weights = views["weights"].values.nan_to_num()
+    expected = torch.cat(own) if len(own) > 1 else own[0][0]
+    torch.testing.assert_close(weights, expected, atol=4 * tolerance, rtol=1e-4)
+
+
+def test_alibi_has_the_minima_of_the_papers_figure_12():
+    model = LengthwiseForCausalLM(make_config("alibi", n_head=12, n_embd=48))
+    maps = position_maps(model, tokens(1, length=512))
+    least = [-511 * 2 ** (-8 * head / 12) for head in range(1, 13)]
+    found = maps.values.nan_to_num().flatten(1).amin(1)
+    torch.testing.assert_close(found, torch.tensor(least), atol=0, rtol=2e-7)
+    said = ["-321.9", "-202.8", "-127.8", "-80.5", "-50.7", "-31.9", "-20.1", "-12.7", "-8.0", "-5.0", "-3.2", "-2.0"]
+    assert [f"{value:.1f}" for value in found.tolist()] == said
+    assert (maps.values.diagonal(dim1=-2, dim2=-1) == 0).all()
+
+
+@pytest.mark.parametrize("case", CONTEXT_FREE)
+def test_a_bias_of_positions_alone_does_not_follow_the_tokens_and_is_kept_described(case):
+    for batch in (1, 3):
+        maps = position_maps(loud_model(case), tokens(batch), "all")
+        assert (maps.context_dependence == 0).all()
+        assert all(isinstance(one.described, (DistanceBias, LevelBias, FunctionBias)) for one in maps.maps)
+    uniform = (maps.diagonal_spread == 0).all()
+    assert uniform == (case != "fire-short"), "beyond its L fire is not uniform along diagonals"
+
+
+@pytest.mark.parametrize("case", CONTEXTUAL)
+def test_a_bias_that_follows_the_tokens_says_so_once_two_sequences_are_seen(case):
+    model = loud_model(case)
+    assert position_maps(model, tokens(1)).context_dependence.isnan().all()
+    maps = position_maps(model, tokens(3))
+    assert (maps.context_dependence > 0.01).any()
+    assert (maps.diagonal_spread > 0.01).any()
+
+
+@pytest.mark.parametrize("case", WITHOUT_BIAS)
+def test_a_model_without_a_bias_offers_scores_and_profile(case):
+    model = loud_model(case)
+    with pytest.raises(ValueError, match=r"adds none \(it has '.*'\).*what='scores'.*what='profile'"):
+        position_maps(model, tokens(1))
+    assert set(position_views(model, tokens(1))) == {"content", "scores", "weights", "profile"}
+
+
+def by_loops(values: list[Tensor]) -> tuple[list[float], list[float], float, float]:
+    """Mean and spread by distance, spread along diagonals, spread over sequences, of (query, key) maps of one head."""
+    length = len(values[0])
+    means, spreads, within = [], [], []
+    for distance in range(length):
+        diagonals = [[float(x[i, i - distance]) for i in range(distance, length)] for x in values]
+        every = [value for diagonal in diagonals for value in diagonal]
+        mean = sum(every) / len(every)
+        means.append(mean)
+        spreads.append(math.sqrt(sum((value - mean) ** 2 for value in every) / len(every)))
+        for diagonal in diagonals:
+            own = sum(diagonal) / len(diagonal)
+            within += [(value - own) ** 2 for value in diagonal]
+    between = [torch.stack([x[i, j] for x in values]).var() for i in range(length) for j in range(i + 1)]
+    return means, spreads, math.sqrt(sum(within) / len(within)), math.sqrt(sum(between) / len(between))
+
+
+@pytest.mark.parametrize("what", ["bias", "scores"])
+def test_profile_and_spreads_are_those_of_plain_loops(what):
+    model, ids = loud_model("cable"), tokens(3, length=13)
+    maps = position_maps(model, ids, what=what, shown="first")
+    values = [position_maps(model, row[None], what=what).values.double() for row in ids]
+    for head in range(3):
+        mean, spread, diagonals, context = by_loops([x[head] for x in values])
+        one = maps.maps[0]
+        torch.testing.assert_close(one.profile.mean[head], torch.tensor(mean), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(one.profile.spread[head], torch.tensor(spread), rtol=1e-4, atol=1e-4)
+        assert float(one.diagonal_spread[head]) == pytest.approx(diagonals, rel=1e-5)
+        assert float(one.context_dependence[head]) == pytest.approx(context, rel=1e-5)
+
+
+def test_many_blocks_give_what_one_gives(monkeypatch):
+    model, ids = loud_model("cable"), tokens(2)
+    whole = position_views(model, ids, resolution=5)
+    monkeypatch.setattr("lengthwise.views.tiles.BLOCK", 500)
+    for what, maps in position_views(model, ids, resolution=5).items():
+        one, other = whole[what].maps[0], maps.maps[0]
+        torch.testing.assert_close(one.profile.mean, other.profile.mean)
+        torch.testing.assert_close(one.diagonal_spread, other.diagonal_spread)
+        torch.testing.assert_close(one.context_dependence, other.context_dependence)
+        if one.tiles is not None:
+            torch.testing.assert_close(one.tiles.mean, other.tiles.mean, equal_nan=True)
+
+
+def test_tiles_are_means_and_extremes_of_the_pairs_that_may_meet():
+    model = loud_model("cable")
+    full = position_maps(model, tokens(1), what="scores").values
+    tiles = position_maps(model, tokens(1), what="scores", resolution=5).maps[0].tiles
+    assert tiles.pool == 6
+    assert tiles.mean.shape == (3, 5, 5)
+    for row in range(5):
+        for column in range(5):
+            part = full[:, 6 * row : 6 * row + 6, 6 * column : 6 * column + 6].flatten(1)
+            kept = part[:, ~part[0].isnan()]
+            if column > row:
+                assert tiles.mean[:, row, column].isnan().all()
+                continue
+            torch.testing.assert_close(tiles.mean[:, row, column], kept.mean(1), rtol=1e-5, atol=1e-4)
+            assert (tiles.least[:, row, column] == kept.amin(1)).all()
+            assert (tiles.greatest[:, row, column] == kept.amax(1)).all()
+
+
+def test_the_mean_map_is_the_mean_of_the_maps():
+    model, ids = loud_model("fox"), tokens(3)
+    rows = torch.stack([position_maps(model, row[None]).values for row in ids])
+    torch.testing.assert_close(position_maps(model, ids).values, rows.mean(0), equal_nan=True)
+    torch.testing.assert_close(position_maps(model, ids, shown="first").values, rows[0], equal_nan=True)
+
+
+def test_padding_is_not_counted():
+    model, ids = loud_model("cable"), tokens(2)
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    padded = position_maps(model, ids, what="scores", attention_mask=mask, shown="first")
+    alone = [position_maps(model, ids[:1], what="scores"), position_maps(model, ids[1:, 7:], what="scores")]
+    count = torch.arange(LENGTH, 0, -1)
+    other = (count - 7).clamp(min=0)
+    means = [one.maps[0].profile.mean for one in alone]
+    expected = (means[0] * count + torch.nn.functional.pad(means[1], (0, 7)) * other) / (count + other)
+    torch.testing.assert_close(padded.maps[0].profile.mean, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_the_kernel_of_a_rotary_head_is_its_score_where_all_tokens_are_one():
+    views = position_views(loud_model("rope-dynamic"), torch.full((1, LENGTH), 7), 0, ["scores", "profile"])
+    torch.testing.assert_close(
+        views["profile"].maps[0].kernel, views["scores"].values[:, -1].flip(-1), atol=1e-2, rtol=1e-4
+    )
+
+
+def test_layers_come_in_the_order_asked_and_a_model_is_left_as_it_was():
+    model = loud_model("kerple").train()
+    maps = position_maps(model, tokens(1), [1, 0])
+    assert maps.layers == (1, 0)
+    assert maps.values.shape == (2, 3, LENGTH, LENGTH)
+    assert model.training
+    assert not any("_attend" in vars(module) or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("case", ["alibi", "cable", "rope-dynamic", *RESCORING])
+def test_half_precision_models_are_looked_into_as_they_are(case):
+    model = loud_model(case).to(torch.bfloat16)
+    views = position_views(model, tokens(2))
+    assert all(maps.maps[0].profile.mean.dtype == torch.float32 for maps in views.values())
+
+
+def test_an_encoding_of_ones_own_is_seen_like_any_other():
+    class Half(lw.Encoding):
+        paper = "unpublished"
+        kind = lw.DenseBias
+
+        def bias(self, x, query, key, state=None, start=None):
+            return lw.DenseBias(0.5 * torch.ones(1, self.geometry.heads, query.shape[-1], key.shape[-1]))
+
+    lw.register("half", Half)
+    try:
+        maps = position_maps(LengthwiseForCausalLM(make_config("none", encoding="half")), tokens(2))
+    finally:
+        del lw.ENCODINGS["half"]
+    assert (maps.values.nan_to_num(0.5) == 0.5).all()
+    assert maps.maps[0].tiles is not None
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"layer": 2}, "layer must be a whole number from -2 to 1, since there are 2; 2 came"),
+        ({"layer": []}, "layer must name one layer at least"),
+        ({"layer": "last"}, "layer must be 'all'; 'last' came"),
+        ({"what": "biases"}, "what must be 'bias' or 'content'"),
+        ({"shown": "second"}, "shown must be 'first' or 'mean'"),
+        ({"part": "encoder"}, "only one kind of attention; 'encoder' came"),
+        ({"resolution": 0}, "resolution must be a whole number, 1 or more"),
+        ({"decoder_input_ids": torch.ones(1, 3, dtype=torch.long)}, "decoder_input_ids are for models with an encoder"),
+        ({"attention_mask": torch.ones(1, 3, dtype=torch.long)}, "attention_mask must be"),
+    ],
+)
+def test_a_wish_that_cannot_be_met_is_answered_with_what_can(asked, words):
+    with pytest.raises(ValueError, match=words):
+        position_maps(loud_model("alibi"), tokens(1), **asked)
+
+
+def test_text_of_no_tokens_or_of_too_many_is_refused():
+    with pytest.raises(ValueError, match="must hold a token at least"):
+        position_maps(loud_model("alibi"), torch.ones(1, 0, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"takes 64 tokens at most.*65 came.*Cut them"):
+        position_maps(loud_model("learned"), tokens(1, length=65), what="scores")
+    with pytest.raises(TypeError, match="input_ids must be an integer tensor"):
+        position_maps(loud_model("alibi"), torch.ones(1, 4))
+
+
+def test_every_number_of_a_pooled_map_is_refused_with_the_way_to_get_it():
+    maps = position_maps(loud_model("cable"), tokens(1), what="scores", resolution=10)
+    with pytest.raises(ValueError, match=r"only tiles of 3 x 3 were kept.*resolution=29"):
+        maps.values  # noqa: B018
+    with pytest.raises(ValueError, match=r"profile has no map.*curves"):
+        position_maps(loud_model("cable"), tokens(1), what="profile").figure()

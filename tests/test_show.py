@@ -1,0 +1,159 @@
+"""`lengthwise show`, as a user runs it."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from model_kit import loud_model, make_config
+
+from lengthwise.cli import main
+from lengthwise.data import load_tokenizer
+from lengthwise.inspect.paper import FIGURES
+from lengthwise.model import LengthwiseForCausalLM
+from lengthwise.model.configuration import PRESETS
+
+
+@pytest.fixture
+def little(monkeypatch):
+    """GPT-2 Small in small: the commands are the same."""
+    monkeypatch.setitem(PRESETS, "small", {"n_layer": 2, "n_head": 2, "n_embd": 16})
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A folder with a model and its tokenizer."""
+    folder = tmp_path / "mine"
+    tokenizer = load_tokenizer("bytes")
+    torch.manual_seed(0)
+    LengthwiseForCausalLM(make_config("cable", vocab_size=len(tokenizer))).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def shown(capsys, *arguments: object) -> str:
+    main(["show", *map(str, arguments)])
+    return capsys.readouterr().out
+
+
+def test_an_encodings_name_draws_it_at_its_initial_parameters(little, tmp_path, capsys):
+    out = shown(capsys, "kerple", "--out", tmp_path / "a.pdf", "--length", 41)
+    assert "kerple: bias of GPT-2 Small at its initial parameters, layer 2, 41 tokens of held-out text" in out
+    assert f"Wrote {tmp_path / 'a.pdf'}." in out
+    assert (tmp_path / "a.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_what_has_no_bias_is_drawn_by_its_scores_and_said_so(little, tmp_path, capsys):
+    out = shown(capsys, "rope", "--out", tmp_path / "a.png", "--length", 41)
+    assert "rope: scores" in out
+    assert "(it adds no bias, so the scores)" in out
+
+
+@pytest.mark.parametrize("options", [["--layer", "all"], ["--what", "profile"], ["--heads", "1-2", "--layer", "1"]])
+def test_a_checkpoint_is_drawn_by_layer_head_and_view(checkpoint, tmp_path, capsys, options):
+    shown(capsys, checkpoint, "--out", tmp_path / "a.png", "--length", 41, *options)
+    assert (tmp_path / "a.png").stat().st_size > 5000
+
+
+def test_a_text_is_read_and_others_beside_it_tell_its_context(checkpoint, tmp_path, capsys):
+    out = shown(capsys, checkpoint, "--text", "The sheep ate the ox.", "--out", tmp_path / "a.png")
+    assert "cable: bias of mine, layer 2, 21 tokens of the given text." in out
+
+
+def test_the_same_seed_shows_the_same_text_and_another_another(checkpoint, tmp_path, capsys):
+    pictures = []
+    for name, seed in (("a", 5), ("b", 5), ("c", 6)):
+        shown(capsys, checkpoint, "--out", tmp_path / f"{name}.png", "--length", 41, "--seed", seed)
+        pictures.append((tmp_path / f"{name}.png").read_bytes())
+    assert pictures[0] == pictures[1] != pictures[2]
+
+
+def test_several_are_drawn_side_by_side(little, checkpoint, tmp_path, capsys):
+    out = shown(capsys, "alibi", checkpoint, "--out", tmp_path / "a.png", "--length", 41)
+    assert "alibi: bias" in out
+    assert "cable: bias of mine" in out
+
+
+def test_a_foreign_checkpoint_without_tokenizer_reads_random_tokens_and_says_so(tmp_path, capsys):
+    config = hf.GPT2Config(vocab_size=97, n_embd=48, n_layer=2, n_head=6, n_positions=64)
+    hf.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    out = shown(capsys, tmp_path / "gpt2", "--out", tmp_path / "a.png")
+    assert "learned: scores of gpt2, layer 2 (it adds no bias, so the scores), 64 tokens of random tokens" in out
+    with pytest.raises(ValueError, match=r"a text needs a tokenizer; gpt2 has none"):
+        main(["show", str(tmp_path / "gpt2"), "--text", "x", "--out", str(tmp_path / "b.png")])
+
+
+def test_all_of_the_papers_figures_come_from_one_command(little, tmp_path, capsys):
+    run = tmp_path / "run"
+    loud_model("alibi", vocab_size=257).save_pretrained(run)
+    out = shown(capsys, run, "--paper", "--out", tmp_path / "paper")
+    assert [figure.number for figure in FIGURES] == list(range(8, 16))
+    for figure in FIGURES:
+        assert (tmp_path / "paper" / f"{figure.name}.png").is_file()
+    said = (tmp_path / "paper" / "README.md").read_text()
+    assert said.count("not trained: at its initial parameters") == 7
+    assert "Figure 12, [figure-12-alibi.png](figure-12-alibi.png) (trained: run)" in said
+    assert "Wrote 8 figures" in out
+    with pytest.raises(FileExistsError, match="--force"):
+        main(["show", "--paper", "--out", str(tmp_path / "paper")])
+
+
+def test_the_block_of_the_page_runs():
+    page = (Path(__file__).parents[1] / "docs/see.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    exec(compile(block, "see.md", "exec"), {})
+
+
+def remote_code(folder):
+    config = {"model_type": "strange", "auto_map": {"AutoConfig": "code.Strange", "AutoModelForCausalLM": "code.Model"}}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "show needs something to show"),
+        (["alibo"], "'alibo' is neither an encoding nor a folder.*Did you mean 'alibi'"),
+        (["nobody/nothing"], "'nobody/nothing' is none that can be read here.*check the name"),
+        (["alibi", "--out", "a.gif"], r"must end in \.png, \.svg, \.pdf"),
+        (["mine", "--layer", "3"], "layer must be a whole number from -2 to 1"),
+        (["mine", "--layer", "0"], "layer must be numbers from 1 on"),
+        (["mine", "--heads", "4"], "a head must be from 0 to 2"),
+        (["mine", "--heads", "x"], "heads must be numbers from 1 on"),
+        (["mine", "--what", "colour"], "what must be 'bias'"),
+        (["mine", "--text", ""], "must have a token at least"),
+        (["mine", "--length", "0"], "length must be a whole number, 1 or more"),
+        (["empty"], "has neither the config.yaml of a run nor the config.json of a checkpoint"),
+        (["empty/config.txt"], "has neither"),
+        (["remote"], "needs code of its own.*--trust-remote-code"),
+        (["none", "--what", "bias"], "adds none"),
+        (["mine", "--paper", "--out", "empty/config.txt"], "figures go into a folder"),
+    ],
+)
+def test_what_cannot_be_shown_is_answered_with_what_can(little, checkpoint, monkeypatch, arguments, words):
+    home = checkpoint.parent
+    monkeypatch.chdir(home)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (home / "empty").mkdir()
+    (home / "empty/config.txt").write_text("x")
+    (home / "remote").mkdir()
+    remote_code(home / "remote")
+    with pytest.raises((ValueError, OSError), match=words):
+        main(["show", *arguments])
+
+
+def test_a_pickle_is_refused(tmp_path):
+    hf.GPT2Config(vocab_size=97).save_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(ValueError, match="weights must be in safetensors"):
+        main(["show", str(tmp_path)])
+
+
+def test_a_text_longer_than_the_model_takes_is_refused(tmp_path):
+    tokenizer = load_tokenizer("bytes")
+    LengthwiseForCausalLM(make_config("learned", vocab_size=len(tokenizer))).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"takes 64 tokens at most.*70 came"):
+        main(["show", str(tmp_path), "--text", "x" * 70, "--what", "scores", "--out", str(tmp_path / "a.png")])

@@ -1,0 +1,180 @@
+"""Pictures and files of position maps, looked at as a reader would."""
+
+import xml.etree.ElementTree
+
+import pytest
+import torch
+from model_kit import loud_model, tokens
+from safetensors.torch import save_file
+
+from lengthwise.bias import DistanceBias, LevelBias
+from lengthwise.inspect import load_maps, position_maps, position_views
+from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
+from lengthwise.views import LayerMap, PositionMaps, Profile
+from lengthwise.views.canvas import colours, save_picture
+from lengthwise.views.curves import compare
+
+KINDS = ["alibi", "kerple", "fire-short", "cable", "k-cable", "rope-dynamic", "dapev2-cable"]
+
+
+def alibi_maps(length: int = 512, heads: int = 12) -> PositionMaps:
+    """ALiBi's maps without a model."""
+    level = torch.arange(length, dtype=torch.float64)[None, None]
+    slope = torch.tensor([2 ** (-8 * h / heads) for h in range(1, heads + 1)])
+    mean = -slope[:, None] * torch.arange(length)
+    one = LayerMap(
+        layer=11,
+        queries=length,
+        keys=length,
+        causal=True,
+        described=LevelBias(level, level, slope[None, :, None]),
+        tiles=None,
+        profile=Profile(0, mean, torch.zeros_like(mean)),
+        context_dependence=torch.zeros(heads),
+        diagonal_spread=torch.zeros(heads),
+    )
+    return PositionMaps(model="GPT-2 Small", encoding="alibi", what="bias", maps=(one,))
+
+
+def panels(figure):
+    return [axes for axes in figure.axes if axes.get_title()]
+
+
+def test_the_grid_is_the_papers():
+    figure = alibi_maps().figure()
+    found = panels(figure)
+    assert [axes.get_title() for axes in found] == [f"Head {n}" for n in range(1, 13)]
+    least = [-321.9, -202.8, -127.8, -80.5, -50.7, -31.9, -20.1, -12.7, -8.0, -5.0, -3.2, -2.0]
+    for axes, expected in zip(found, least, strict=True):
+        assert axes.get_xticks().tolist() == axes.get_yticks().tolist() == [0, 100, 200, 300, 400, 500]
+        assert axes.yaxis_inverted(), "queries go down"
+        (image,) = axes.images
+        assert image.norm.vmax == 0
+        assert round(image.norm.vmin, 1) == expected
+        drawn = image.get_array()
+        assert drawn.mask[0, 1:].all(), "the future is left white"
+        assert not drawn.mask[-1].any()
+    figure.canvas.draw()
+    bars = [axes for axes in figure.axes if not axes.get_title()]
+    labels = [label.get_text() for label in bars[0].get_yticklabels()]
+    assert "\N{MINUS SIGN}300" in labels
+    assert not any("-" in label for label in labels)
+
+
+def test_one_range_may_be_shared_and_heads_chosen():
+    figure = alibi_maps().figure(heads=[2, 11], shared=True)
+    assert [axes.get_title() for axes in panels(figure)] == ["Head 3", "Head 12"]
+    assert len({(axes.images[0].norm.vmin, axes.images[0].norm.vmax) for axes in panels(figure)}) == 1
+    with pytest.raises(ValueError, match="a head must be from 0 to 11, since there are 12; 12 came"):
+        alibi_maps().figure(heads=[12])
+    with pytest.raises(ValueError, match="heads must name one head at least"):
+        alibi_maps().figure(heads=[])
+
+
+@pytest.mark.parametrize("heads", [1, 5, 33])
+def test_any_number_of_heads_has_its_panels(heads):
+    assert len(panels(alibi_maps(41, heads).figure())) == heads
+
+
+@pytest.mark.parametrize("form", ["png", "svg", "pdf"])
+def test_pictures_are_small_files_that_do_not_grow_with_the_square_of_the_length(form, tmp_path):
+    sizes = {}
+    for length in (512, 4096):
+        path = save_picture(alibi_maps(length, 3).figure(), tmp_path / f"{length}.{form}")
+        sizes[length] = path.stat().st_size
+    assert sizes[512] < 100_000
+    assert sizes[4096] < 1.5 * sizes[512]
+    if form == "svg":
+        xml.etree.ElementTree.parse(path)
+
+
+def test_the_same_picture_is_the_same_bytes(tmp_path):
+    paths = [save_picture(alibi_maps(41, 2).figure(), tmp_path / f"{n}.svg") for n in range(2)]
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+def test_a_picture_is_overwritten_only_by_force_and_only_in_a_format_that_can_be_written(tmp_path):
+    figure = alibi_maps(41, 2).figure()
+    path = save_picture(figure, tmp_path / "new" / "a.png")
+    with pytest.raises(FileExistsError, match="--force"):
+        save_picture(figure, path)
+    save_picture(figure, path, force=True)
+    with pytest.raises(ValueError, match=r"must end in .png, .svg, .pdf; 'a.gif' came"):
+        save_picture(figure, tmp_path / "a.gif")
+    (tmp_path / "b.png").mkdir()
+    with pytest.raises(IsADirectoryError, match="is a folder"):
+        save_picture(figure, tmp_path / "b.png", force=True)
+    assert not list(tmp_path.rglob("*.part"))
+
+
+def test_colours_are_two_about_zero_only_where_both_signs_matter():
+    both, one, little = (torch.tensor(x).numpy() for x in ([-2.0, 1.0], [-2.0, 0.0], [-2.0, 0.01]))
+    assert colours(both).norm.vmin == -colours(both).norm.vmax == -2
+    assert (colours(one).norm.vmin, colours(one).norm.vmax) == (-2, 0)
+    assert colours(little).map.name == colours(one).map.name == "viridis"
+    flat = colours(torch.full((3,), -0.5).numpy()).norm
+    assert flat.vmin < flat.vmax
+
+
+def test_overview_curves_and_comparison_draw_every_head(tmp_path):
+    views = [position_views(loud_model(case), tokens(2), "all") for case in ("cable", "rope-dynamic")]
+    overview = views[0]["bias"].overview()
+    assert [label.get_text() for label in overview.axes[0].get_yticklabels()] == ["Layer 1", "Layer 2"]
+    curves = views[1]["profile"].curves(log=True)
+    assert [len([line for line in axes.lines if line.get_label()[0] == "H"]) for axes in curves.axes] == [3, 3]
+    both = compare([views[0]["bias"], views[1]["scores"]], heads=[1])
+    assert [axes.get_title() for axes in panels(both)] == ["cable: bias", "rope: scores"]
+    for number, figure in enumerate((overview, curves, both)):
+        save_picture(figure, tmp_path / f"{number}.png")
+    with pytest.raises(ValueError, match="needs one model's maps"):
+        compare([])
+
+
+def test_a_notebook_shows_maps_by_themselves():
+    for maps in position_views(loud_model("kerple"), tokens(1), "all").values():
+        assert maps._repr_png_().startswith(b"\x89PNG")
+
+
+def test_hostile_token_and_model_names_are_drawn_as_they_are(tmp_path):
+    config = LengthwiseConfig(vocab_size=101, n_embd=24, n_layer=1, n_head=3, n_positions=23, encoding="alibi")
+    config.name_or_path = "$\\frac{<script>&"
+    path = save_picture(position_maps(LengthwiseForCausalLM(config), tokens(1)).figure(), tmp_path / "a.svg")
+    assert "<script>" not in path.read_text()
+    xml.etree.ElementTree.parse(path)
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_saved_maps_come_back_as_they_were(case, tmp_path):
+    for what, maps in position_views(loud_model(case), tokens(1), "all", tokens=["a", "<b>"]).items():
+        again = load_maps(maps.save(tmp_path / "deep" / f"{what}.safetensors"))
+        assert (again.title, again.tokens, again.layers) == (maps.title, ("a", "<b>"), maps.layers)
+        for one, other in zip(maps.maps, again.maps, strict=True):
+            assert type(one.described) is type(other.described)
+            torch.testing.assert_close(one.profile.spread, other.profile.spread, equal_nan=True)
+            assert (one.kernel is None) == (other.kernel is None)
+        if what != "profile":
+            torch.testing.assert_close(again.values, maps.values, equal_nan=True, rtol=0, atol=0)
+
+
+def test_a_file_of_described_maps_grows_with_the_length_and_not_its_square(tmp_path):
+    sizes = []
+    for length in (500, 4000):
+        model = LengthwiseForCausalLM(
+            LengthwiseConfig(vocab_size=101, n_embd=24, n_layer=2, n_head=3, n_positions=512, encoding="kerple")
+        )
+        maps = position_maps(model, tokens(1, length=length), "all")
+        assert isinstance(maps.maps[0].described, DistanceBias)
+        sizes.append(maps.save(tmp_path / "maps").stat().st_size)
+    assert sizes[1] < 8.5 * sizes[0] < 8.5 * 80_000
+
+
+def test_a_file_that_is_broken_or_of_something_else_is_refused(tmp_path):
+    path = alibi_maps(41).save(tmp_path / "maps.safetensors")
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"must be a file of position maps; it cannot be read"):
+        load_maps(path)
+    save_file({"x": torch.ones(2)}, path)
+    with pytest.raises(ValueError, match="its header says otherwise"):
+        load_maps(path)
+    with pytest.raises(FileNotFoundError):
+        load_maps(tmp_path / "nothing")
