@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 .PHONY: study test check prove bench bench-full table clean
 
 study: $(VENV)/ready
-	$(BIN)/lengthwise encodings
+	$(BIN)/lengthwise study
 
 test: check
 	$(BIN)/pytest -n auto -m "not prove"

@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 MEASURED = ROOT / "benchmarks/results/attention-reach.jsonl"
 LENGTHS = (1024, 4096, 16384)
+STUDY = ROOT / "benchmarks/results/study.json"
 
 
 def filled(text: str, name: str, content: str) -> str:
@@ -59,6 +60,36 @@ def measured(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def study(found: dict) -> str:
+    """The default study: perplexity by length, the rise at eight times the training length, and the pace."""
+    length = found["train_length"]
+    lengths = sorted(map(int, found["rows"][0]["values"]))
+    far = str(8 * length)
+    pace = {row[0].rsplit("-", 1)[0]: row[2] for row in found["speed"][1:]}
+    lines = [
+        "| encoding | " + " | ".join(f"{n:,}" for n in lengths) + f" | rise at {int(far):,} | tokens/s |",
+        "|---" * (len(lengths) + 3) + "|",
+    ]
+    for row in found["rows"]:
+        values = [row["values"][str(n)] for n in lengths]
+        near, away = row["values"][str(length)], row["values"][far]
+        cells = [
+            row["encoding"] + (" (under-trained)" if row["under_trained"] else ""),
+            *("-" if value is None else f"{value:.1f}" for value in values),
+            "-" if near is None or away is None else f"{away / near - 1:+.1%}",
+            pace.get(row["encoding"], ""),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    born, settings = found["born"], found["settings"]
+    lines += [
+        "",
+        f"{'; '.join(found['notes'][:2])}. Trained at {length} tokens, {settings['steps']} steps of "
+        f"{settings['batch_tokens']:,} tokens. `{born['command']}` on {born['date']}: {found['seconds'] / 60:.0f} "
+        f"minutes on {born['machine']}, torch {born['versions']['torch']}, Python {born['versions']['python']}.",
+    ]
+    return "\n".join(lines)
+
+
 def _one(rows: list[dict], wanted: dict) -> dict | None:
     return next((row for row in rows if all(row[key] == value for key, value in wanted.items())), None)
 
@@ -71,4 +102,6 @@ if __name__ == "__main__":
     text = filled(README.read_text(), "encodings", table())
     if MEASURED.exists():
         text = filled(text, "measured", measured(rows_of()))
+    if STUDY.exists():
+        text = filled(text, "study", study(json.loads(STUDY.read_text())))
     README.write_text(text)

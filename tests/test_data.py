@@ -105,7 +105,7 @@ def test_a_folder_without_text_and_an_empty_corpus_are_refused(tmp_path):
     with pytest.raises(ValueError, match="folder with such files"):
         documents(tmp_path)
     (tmp_path / "a.txt").write_text("")
-    with pytest.raises(ValueError, match="the train split of .* must have a document; it is empty"):
+    with pytest.raises(ValueError, match=r"the train split of .* must have a document; it is empty"):
         prepare(tmp_path / "a.txt", BYTES, cache=tmp_path / "cache")
 
 
@@ -208,7 +208,7 @@ def test_a_damaged_token_file_is_named_and_made_again(tmp_path, caplog, damage):
         again = prepared(folder, tmp_path, shard=301)
     assert "shard-00001.bin is damaged" in caplog.text
     assert (again.read(0, len(again)) == row).all()
-    assert [p.stat().st_mtime_ns for p in again.paths][0] == times[0], "only the damaged one is made again"
+    assert again.paths[0].stat().st_mtime_ns == times[0], "only the damaged one is made again"
 
 
 def test_preparing_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):

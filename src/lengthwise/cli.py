@@ -1,11 +1,16 @@
 """The command line: parsing only. torch is loaded when a command runs, so that --help answers at once."""
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ActionYesNo, ArgumentParser
 
 from lengthwise import __version__
+from lengthwise.train.config import FORMAT, TrainConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -21,7 +26,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     export.add_argument("--out", required=True, help="the folder to write, new or empty")
     commands.add_subcommand("export", export, help="a checkpoint as a folder that loads where Lengthwise is not there")
     commands.add_subcommand("show", show_parser(), help="a picture of the positional part of every head")
+    commands.add_subcommand("evaluate", evaluate_parser(), help="perplexity against length, and tasks")
+    trainer = train_parser()
+    commands.add_subcommand("train", trainer, help="train one model; the same command under torchrun")
+    commands.add_subcommand("study", study_parser(), help="train, measure and compare several encodings: one report")
     chosen = parser.parse_args(argv)
+    if chosen.subcommand == "train" and chosen.train.resume:
+        # A run goes on with its own config; what is said on the command line is compared with it.
+        trainer.default_config_files = config_of_run(chosen.train.out)
+        chosen = parser.parse_args(argv)
     arguments = chosen[chosen.subcommand] or {}
     print(COMMANDS[chosen.subcommand](**dict(arguments)))
 
@@ -83,7 +96,137 @@ def show(
     return show(what_to_show, out=out, seed=seed, force=force, **options)  # type: ignore[arg-type]
 
 
-COMMANDS: dict[str, Callable[..., str]] = {"encodings": encodings, "info": info, "export": export, "show": show}
+def evaluate_parser() -> ArgumentParser:
+    """What to measure, and how."""
+    parser = ArgumentParser()
+    parser.add_argument("sources", metavar="RUN", nargs="+", help="runs, checkpoint folders or hub names; NAME=RUN")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512, 1024], help="in tokens")
+    parser.add_argument(
+        "--protocol",
+        type=Literal["fair", "paper", "sliding"],
+        default="fair",
+        help="fair: the same tokens at every length; paper: consecutive windows; sliding: every token once",
+    )
+    parser.add_argument("--text", default="stdlib", help="the source whose held-out text is used")
+    parser.add_argument("--windows", type=int, default=256, help="windows at most, at each length")
+    parser.add_argument("--stride", type=int | None, help="tokens scored in a window (fair, sliding)")
+    parser.add_argument("--chunk", type=int | None, help="read windows in chunks of so many tokens through the cache")
+    parser.add_argument("--rope", type=str, nargs="+", default=[], help="RoPE scalings to compare, as yarn:8")
+    parser.add_argument("--tasks", type=str, nargs="+", default=[], help="synthetic tasks, e.g. copy passkey")
+    parser.add_argument("--examples", type=int, default=100, help="of each task, length and depth")
+    parser.add_argument("--device", default="cpu", help="where the models run")
+    parser.add_argument("--out", type=str | None, help="a folder for JSON, CSV, Markdown, LaTeX and figures")
+    return parser
+
+
+def evaluate(
+    sources: list[str],
+    lengths: list[int],
+    protocol: Literal["fair", "paper", "sliding"],
+    text: str,
+    windows: int,
+    stride: int | None,
+    chunk: int | None,
+    rope: list[str],
+    tasks: list[str],
+    examples: int,
+    device: str,
+    out: str | None,
+) -> str:
+    """The table, and what was written."""
+    from lengthwise.evaluate.measuring import Measure, measure
+
+    what = Measure(lengths, protocol, text, windows, stride, chunk, rope, tasks, examples)
+    try:
+        found = measure(sources, what, device=device)
+        written = found.write(Path(out)) if out is not None else []
+    except (LookupError, OSError, ValueError) as error:
+        sys.exit(f"lengthwise evaluate: {error}")
+    return "\n".join([found.text(), *(f"wrote {path}" for path in written)])
+
+
+def train_parser() -> ArgumentParser:
+    """One option for each field of the config; `--config` reads a file first, and `--resume` the run's own."""
+    parser = ArgumentParser(description="Train one model. What is left out comes from the preset's recipe.")
+    parser.add_argument("--config", action="config", help="a YAML file with any of these options")
+    kinds = get_type_hints(TrainConfig)
+    for option in fields(TrainConfig):
+        kind = {"action": ActionYesNo} if kinds[option.name] is bool else {"type": kinds[option.name]}
+        parser.add_argument(f"--{option.name}", default=option.default, help=option.metadata["help"], **kind)
+    return parser
+
+
+def config_of_run(out: str) -> list[str]:
+    """The config file of a run that this version can go on with."""
+    from lengthwise.runs.run import CONFIG, read_config
+
+    path = Path(out) / CONFIG
+    return [str(path)] if path.is_file() and read_config(path).get("version") == FORMAT else []
+
+
+def train(**options: Any) -> str:
+    """One run; a signal ends it with a checkpoint and the exit code that shells expect."""
+    config = TrainConfig(**{option.name: options[option.name] for option in fields(TrainConfig)})
+    if config.dry_run:
+        from lengthwise.train.plan import plan
+
+        return plan(config)
+    from lengthwise.train.loop import Stopped, train
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        run = train(config)
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        sys.exit(128 + stopped.number)
+    except (ArithmeticError, ImportError, LookupError, OSError, ValueError) as error:
+        sys.exit(f"lengthwise train: {error}")
+    return f"{run.final} has the model"
+
+
+def study_parser() -> ArgumentParser:
+    """One option for each field of the study's config; `--config` takes a file or the name of one that ships."""
+    from lengthwise.study.config import StudyConfig
+
+    parser = ArgumentParser(description="Train several encodings, measure them, draw their heads, write one report.")
+    parser.add_argument("--config", action="config", help="a YAML file with any of these options")
+    kinds = get_type_hints(StudyConfig)
+    for option in fields(StudyConfig):
+        default = option.default if option.default_factory is MISSING else option.default_factory()
+        kind = {"action": ActionYesNo} if kinds[option.name] is bool else {"type": kinds[option.name]}
+        parser.add_argument(f"--{option.name}", default=default, help=option.metadata["help"], **kind)
+    parser.add_argument("--plan", action="store_true", help="print one command per run that is missing, and stop")
+    return parser
+
+
+def study(plan: bool, **options: Any) -> str:
+    """The whole study, or the commands of its runs."""
+    from lengthwise.study.config import StudyConfig
+
+    options.pop("config", None)
+    config = StudyConfig(**options)
+    try:
+        if plan:
+            from lengthwise.study.parts import commands
+
+            return "\n".join(commands(config))
+        from lengthwise.study.study import run_study
+
+        logging.basicConfig(level=logging.INFO, format="%(message)s")
+        return run_study(config)
+    except (LookupError, OSError, ValueError) as error:
+        sys.exit(f"lengthwise study: {error}")
+
+
+COMMANDS: dict[str, Callable[..., str]] = {
+    "encodings": encodings,
+    "info": info,
+    "export": export,
+    "show": show,
+    "train": train,
+    "evaluate": evaluate,
+    "study": study,
+}
 
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -4,6 +4,7 @@
     notes.txt, a.jsonl, b.parquet   files, or folders of them
     wikitext-103, fineweb-edu       data sets of the hub that the CABLE paper trains on
     owner/name, owner/name:config   any other data set of the hub, streamed
+    task:copy, task:copy:512        examples of a synthetic task, up to 128 or so many characters
 
 A source is split by whole files or rows, and always in the same way: "held-out" is about a twentieth, "train" the rest,
 "all" both.
@@ -20,6 +21,7 @@ from typing import Literal, Protocol
 from lengthwise.checks import check_choice
 from lengthwise.data.files import FILE_KINDS, FileSource, held_out, read_text
 from lengthwise.data.hub import HUB_PRESETS, HubSource, is_hub_name
+from lengthwise.tasks import TASKS, TaskSource
 
 Split = Literal["train", "held-out", "all"]
 SPLITS: tuple[Split, ...] = ("train", "held-out", "all")
@@ -57,13 +59,16 @@ def resolve(source: str | Path) -> Source:
     name = str(source)
     if name == "stdlib":
         return StdlibSource()
+    if name.startswith("task:"):
+        return TaskSource(name.removeprefix("task:"))
     if Path(name).exists():
         return FileSource(Path(name))
     if name in HUB_PRESETS or is_hub_name(name):
         return HubSource(name)
     raise ValueError(
-        f"data must be 'stdlib', a file ({', '.join(FILE_KINDS)}), a folder, {', '.join(map(repr, HUB_PRESETS))}, or "
-        f"'owner/name' of a data set on the hub; {name!r} came, which is none of them here. Check the path."
+        f"data must be 'stdlib', a file ({', '.join(FILE_KINDS)}), a folder, {', '.join(map(repr, HUB_PRESETS))}, "
+        f"'owner/name' of a data set on the hub, or 'task:' and one of {', '.join(TASKS)}; {name!r} came, which is "
+        "none of them here. Check the path."
     )
 
 

@@ -29,7 +29,9 @@ LEARN_FROM = 2**24
 
 
 def cache_folder() -> Path:
-    """Where tokenizers and token files are kept."""
+    """Where tokenizers and token files are kept: $LENGTHWISE_DATA, or the user's cache."""
+    if chosen := os.environ.get("LENGTHWISE_DATA"):
+        return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lengthwise"
 
 

@@ -1,5 +1,6 @@
 """A run's folder as it is written: by one process at a time, and so that nothing is lost or half there."""
 
+import errno
 import fcntl
 import json
 import logging
@@ -7,6 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -36,7 +38,11 @@ class RunWriter:
             )
         for left in [*(self.folder / CHECKPOINTS).glob(f"*{PARTIAL}"), *(self.folder / CHECKPOINTS).glob(f"*{OLD}")]:
             shutil.rmtree(left)
-        self._metrics = (self.folder / METRICS).open("a")
+        self._metrics = self._open_metrics()
+
+    def _open_metrics(self) -> FileIO:
+        # Unbuffered, so that a line which could not be written is not tried again when the file is closed.
+        return open(self.folder / METRICS, "ab", buffering=0)
 
     def _locked(self) -> bool:
         until = time.monotonic() + PATIENCE
@@ -66,8 +72,9 @@ class RunWriter:
 
     def log(self, line: dict[str, Any]) -> None:
         """Add a line to the metrics."""
-        self._metrics.write(json.dumps(line) + "\n")
-        self._metrics.flush()
+        text = (json.dumps(line) + "\n").encode()
+        if self._metrics.write(text) != len(text):
+            raise OSError(errno.ENOSPC, f"no room for another line of {METRICS}", str(self.folder))
 
     def cut(self, step: int) -> None:
         """Remove every line of the metrics, and every map, that is after a step: they will come again."""
@@ -79,7 +86,7 @@ class RunWriter:
             os.fsync(file.fileno())
         self._metrics.close()
         os.replace(partial, self.folder / METRICS)
-        self._metrics = (self.folder / METRICS).open("a")
+        self._metrics = self._open_metrics()
         for path in (self.folder / MAPS).glob("step-*"):
             if int(path.stem.removeprefix("step-")) > step:
                 path.unlink()

@@ -1,0 +1,70 @@
+"""How sure a figure is: bootstrap over documents and seeds, and differences on the same tokens.
+
+A figure is a ratio of sums over documents (nats over tokens, bits over bytes). One resampling draws as many documents
+as there are, with replacement, and as many seeds; the interval is where 95 of 100 resamplings fall. Models that were
+measured on the same tokens are resampled together, which takes out what makes a text easy or hard for both.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lengthwise.checks import check_whole
+
+Sums = tuple[NDArray[np.float64], NDArray[np.float64]]
+"""What is summed and what it is divided by, one number per document."""
+
+ROUNDS = 2000
+SHARE = 0.95
+
+
+class Interval(NamedTuple):
+    """From low to high."""
+
+    low: float
+    high: float
+
+
+def bootstrap(seeds: Sequence[Sums], *, rounds: int = ROUNDS, share: float = SHARE, seed: int = 0) -> Interval:
+    """The interval of the mean over seeds of each one's ratio of sums, all on the same documents."""
+    return _interval(_resampled(seeds, rounds=rounds, seed=seed), share)
+
+
+def paired_difference(
+    first: Sequence[Sums], second: Sequence[Sums], *, rounds: int = ROUNDS, share: float = SHARE, seed: int = 0
+) -> tuple[float, Interval]:
+    """How much higher the first model's ratio is than the second's on the same documents, and its interval."""
+    sizes = {len(part) for sums in (*first, *second) for part in sums}
+    if len(sizes) != 1 or any(not np.array_equal(a[1], first[0][1]) for a in (*first, *second)):
+        raise ValueError(
+            "a paired difference needs the same scored tokens in both; their documents or counts differ. "
+            "Measure both with the same text, lengths and protocol."
+        )
+    # The same seed draws the same documents for both.
+    resampled = _resampled(first, rounds=rounds, seed=seed) - _resampled(second, rounds=rounds, seed=seed)
+    return float(_mean_ratio(first) - _mean_ratio(second)), _interval(resampled, share)
+
+
+def _mean_ratio(seeds: Sequence[Sums]) -> float:
+    return float(np.mean([above.sum() / below.sum() for above, below in seeds]))
+
+
+def _resampled(seeds: Sequence[Sums], *, rounds: int, seed: int) -> NDArray[np.float64]:
+    """One mean ratio per round."""
+    check_whole("rounds", rounds, "2000 are usual.")
+    documents = len(seeds[0][0])
+    # Documents first and from a generator of their own, so that models with other numbers of seeds draw the same.
+    drawn = np.random.default_rng([seed, 0]).multinomial(documents, np.full(documents, 1 / documents), size=rounds)
+    below = np.stack([drawn @ below for _, below in seeds])
+    # A resampling may miss every document that has scored tokens when there are very few.
+    ratios = np.stack([drawn @ above for above, _ in seeds]) / np.where(below > 0, below, np.nan)
+    chosen = np.random.default_rng([seed, 1]).multinomial(len(seeds), np.full(len(seeds), 1 / len(seeds)), size=rounds)
+    mean: NDArray[np.float64] = (ratios * chosen.T).sum(0) / len(seeds)
+    return mean
+
+
+def _interval(resampled: NDArray[np.float64], share: float) -> Interval:
+    low, high = np.nanquantile(resampled, [(1 - share) / 2, (1 + share) / 2])
+    return Interval(float(low), float(high))

@@ -1,0 +1,221 @@
+"""The whole study: train what is missing, measure, draw, report. Started again it goes on where it was.
+
+out/runs/           the runs, each as `lengthwise train` leaves it
+out/training/       what each run said, took and needed, for those that this study trained itself
+out/scores/         the measurement of each run, with what was measured
+out/maps/           the position maps of each encoding's final layer
+out/report.html     the report; report.md the same without pictures, study.json the figures
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from lengthwise.encodings.registry import find
+from lengthwise.evaluate import LengthTable, Score
+from lengthwise.evaluate.measuring import Measure, held_out_text, score_subject
+from lengthwise.evaluate.subjects import Subject, load_subject
+from lengthwise.evaluate.task_scores import TaskScore, score_task
+from lengthwise.inspect import position_maps
+from lengthwise.study.config import StudyConfig
+from lengthwise.study.findings import Findings
+from lengthwise.study.paper import check_paper
+from lengthwise.study.parts import Part, parts
+from lengthwise.study.report import write_report
+from lengthwise.study.training import Outcome, steps_done, train_part
+from lengthwise.views.canvas import save_picture
+
+log = logging.getLogger(__name__)
+MULTIPLES = (1, 2, 4, 8, 16)
+LONGEST_MAP = 512
+"""Tokens that heads are drawn for at most, as in the paper."""
+
+
+def run_study(config: StudyConfig) -> str:
+    """Do it, and say what came of it and where the report is."""
+    began = time.monotonic()
+    chosen = parts(config)
+    check_paper(config.paper)
+    what = measure_of(config, chosen[0])
+    out = Path(config.out)
+    missing = {}
+    with Progress(chosen, what) as progress:
+        for part in chosen:
+            if config.train and not part.is_finished:
+                progress.begin(f"training {part.name}")
+                outcome = train_part(part, folder=out / "training", tell=progress.told(part))
+                if outcome.failure is not None:
+                    log.warning("%s failed: %s", part.name, outcome.failure)
+                    missing[part.name] = outcome.failure
+            elif not part.is_finished:
+                missing[part.name] = "not trained yet"
+            progress.trained(part)
+        scores: list[Score] = []
+        tasks: list[TaskScore] = []
+        for part in chosen:
+            if part.is_finished:
+                progress.begin(f"measuring {part.name}")
+                try:
+                    found = measured(part, what, out)
+                except (ArithmeticError, LookupError, OSError, RuntimeError, ValueError) as error:
+                    log.warning("%s could not be measured: %s", part.name, error)
+                    missing[part.name] = f"could not be measured: {error}"
+                else:
+                    scores += found[0]
+                    tasks += found[1]
+            progress.measured(part)
+    table = LengthTable(scores, rows=rows_of(scores, chosen)) if scores else None
+    outcomes = {part.name: Outcome.read(out / "training" / f"{part.name}.json") for part in chosen}
+    known = {name: outcome for name, outcome in outcomes.items() if outcome is not None}
+    findings = Findings(config, chosen, table, tasks, known, missing, total_seconds(out, time.monotonic() - began))
+    report = write_report(findings, out)
+    lines = [table.text()] if table is not None else []
+    lines += [f"{name} is missing: {why}" for name, why in missing.items()]
+    return "\n".join([*lines, f"the report is {report}"])
+
+
+def measure_of(config: StudyConfig, part: Part) -> Measure:
+    """What is measured of every run."""
+    length = part.settings.length
+    return Measure(
+        lengths=sorted(set(config.lengths or [length * times for times in MULTIPLES])),
+        protocol=config.protocol,
+        text=config.text or config.data,
+        windows=config.windows,
+        stride=config.stride,
+        rope=config.rope,
+        tasks=config.tasks,
+    )
+
+
+def measured(part: Part, what: Measure, out: Path) -> tuple[list[Score], list[TaskScore]]:
+    """The scores of a finished run and the picture of its heads, from their files if they are of this model."""
+    assert part.run is not None
+    final = part.run.final
+    weights = hashlib.sha256((final / "model.safetensors").read_bytes()).hexdigest()
+    key = json.loads(json.dumps({"measure": dataclasses.asdict(what), "weights": weights}))
+    kept, picture = out / "scores" / f"{part.name}.json", out / "maps" / f"{part.name}.png"
+    found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
+    subject = None
+    if found.get("key") != key:
+        subject = load_subject(final, name=part.name)
+        scores = score_subject(subject, what)
+        tasks = [
+            score
+            for task in what.tasks
+            for score in score_task(subject.model, subject.tokenizer, task, what.lengths, name=part.name)
+        ]
+        found = {
+            "key": key,
+            "scores": [dataclasses.asdict(score) for score in scores],
+            "tasks": [dataclasses.asdict(score) for score in tasks],
+        }
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        _replace(kept, json.dumps(found))
+        picture.unlink(missing_ok=True)
+    if not picture.exists():
+        draw(subject or load_subject(final, name=part.name), what, picture)
+    return [Score.from_json(s) for s in found["scores"]], [TaskScore(**s) for s in found["tasks"]]
+
+
+def draw(subject: Subject, what: Measure, path: Path) -> None:
+    """The final layer's heads on a held-out sequence: the bias, or the scores where nothing is added to them."""
+    length = min(subject.length or LONGEST_MAP, LONGEST_MAP)
+    text = held_out_text(subject, what)
+    # From the middle: the first document often begins with a licence.
+    first = max(0, len(text) // 2 - length // 2)
+    ids = torch.from_numpy(text.tokens[None, first : first + length].copy())
+    adds = find(subject.model.config.encoding).overrides("bias")
+    maps = position_maps(subject.model, ids, layer=-1, what="bias" if adds else "scores")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_picture(maps.figure(), path, force=True)
+
+
+def rows_of(scores: list[Score], chosen: list[Part]) -> dict[str, str]:
+    """The row of each score: its encoding, with the scaling if it has one."""
+    found = {}
+    for score in scores:
+        name, plus, scaling = score.name.partition("+")
+        part = next(part for part in chosen if part.name == name)
+        found[score.name] = part.encoding + plus + scaling
+    return found
+
+
+def total_seconds(out: Path, now: float) -> float:
+    """What all calls of this study took together."""
+    path = out / "seconds.json"
+    before = json.loads(path.read_text())["seconds"] if path.exists() else 0.0
+    out.mkdir(parents=True, exist_ok=True)
+    _replace(path, json.dumps({"seconds": before + now}))
+    return float(before + now)
+
+
+def _replace(path: Path, content: str) -> None:
+    half = path.with_name(path.name + ".part")
+    half.write_text(content)
+    half.replace(path)
+
+
+class Progress:
+    """The whole study as one bar with the time left, or a line for each part where there is no terminal.
+
+    Everything counts in steps of training; what is measured counts as the forward passes it needs, a third of a step
+    for as many tokens.
+    """
+
+    def __init__(self, chosen: list[Part], what: Measure) -> None:
+        self.steps = {part.name: part.settings.steps for part in chosen}
+        tokens = what.windows * sum(what.lengths)
+        self.cost = max(1, tokens // (3 * chosen[0].settings.batch_tokens))
+        done = sum(steps_done(part) for part in chosen)
+        total = sum(self.steps.values()) + self.cost * len(chosen)
+        self.bar = tqdm(total=total, initial=done, unit="step", disable=not sys.stderr.isatty(), smoothing=0.05)
+        self.base = 0
+        self.began = time.monotonic()
+        self.first = done
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.bar.close()
+
+    def begin(self, words: str) -> None:
+        """Say what is being done now."""
+        self.bar.set_description(words)
+        if self.bar.disable:
+            pace = (self.bar_at - self.first) / (time.monotonic() - self.began + 1e-9)
+            left = f", about {(self.bar.total - self.bar_at) / pace / 60:.0f} min left" if pace > 1e-3 else ""
+            log.info("%s (%d %% done%s)", words, 100 * self.bar_at // max(1, self.bar.total), left)
+
+    @property
+    def bar_at(self) -> int:
+        """How far the whole is."""
+        return max(self.base, self.first)
+
+    def told(self, part: Part) -> Any:
+        """What hears the steps that a run has done."""
+        base = self.base
+        return lambda steps: self._to(base + steps)
+
+    def trained(self, part: Part) -> None:
+        """A run is done with, whatever came of it."""
+        self.base += self.steps[part.name]
+        self._to(self.base)
+
+    def measured(self, part: Part) -> None:
+        """A measurement is done with."""
+        self.base += self.cost
+        self._to(self.base)
+
+    def _to(self, place: int) -> None:
+        if not self.bar.disable and place > self.bar.n:
+            self.bar.update(place - self.bar.n)

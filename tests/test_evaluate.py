@@ -1,0 +1,284 @@
+"""Loss against length: the protocols score what they say, chunks change nothing, and tables tell the truth."""
+
+import csv
+import io
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from model_kit import CASES, loud_model
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+
+from lengthwise.data import load_tokenizer
+from lengthwise.evaluate import LengthTable, Score, read_text, score_lengths, with_scaling
+from lengthwise.evaluate import losses as losses_module
+from lengthwise.evaluate.limits import limit_of
+from lengthwise.evaluate.losses import bytes_needed, fitting_chunk, token_losses
+from lengthwise.evaluate.windows import PROTOCOLS, plan
+from lengthwise.model import LengthwiseForCausalLM
+
+STORY = ["Zoë saw 3 ships — and a crow.\n" * 5, "", "the second text is longer: " * 21, "日本語 ends it\n" * 7]
+DYNAMIC = [case for case in CASES if case == "rope-dynamic"]
+
+
+@pytest.fixture(scope="module")
+def bytes_tokenizer():
+    return load_tokenizer("bytes")
+
+
+@pytest.fixture(scope="module")
+def text(bytes_tokenizer):
+    return read_text(STORY, bytes_tokenizer)
+
+
+def small(case: str = "alibi", **changes: object) -> LengthwiseForCausalLM:
+    return loud_model(case, vocab_size=257, **changes)
+
+
+def llama(**changes: object) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 257, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
+    return LlamaForCausalLM(
+        LlamaConfig(**(sizes | {"num_attention_heads": 3, "max_position_embeddings": 23} | changes))
+    ).eval()
+
+
+def by_hand(model, tokens, place: int, context: int) -> float:
+    """-log p of one token from so many before it, the plain way."""
+    window = torch.from_numpy(tokens[place - context : place])[None]
+    with torch.no_grad():
+        return -model(window).logits[0, -1].float().log_softmax(-1)[tokens[place]].item()
+
+
+def test_a_text_knows_the_bytes_and_the_document_of_every_token(text):
+    kept = [document for document in STORY if document]
+    assert [text.size[text.document == n].sum() for n in (0, 2, 3)] == [len(d.encode()) for d in kept]
+    assert set(text.size[1:][text.tokens[1:] == 256]) == {0}
+    assert (text.tokens == 256).sum() == 4
+
+
+def test_bytes_of_a_merging_tokenizer_add_up_too(tmp_path):
+    (tmp_path / "a.txt").write_text("".join(STORY))
+    tokenizer = load_tokenizer("bpe:300", source=tmp_path / "a.txt", cache=tmp_path / "cache")
+    text = read_text(STORY, tokenizer)
+    assert len(text) < sum(len(document.encode()) for document in STORY)
+    assert text.size.sum() == sum(len(document.encode()) for document in STORY)
+
+
+def test_fair_scores_the_same_tokens_at_every_length_and_only_the_context_grows():
+    plans = [plan("fair", 1009, n, shortest=12, longest=97, windows=31) for n in (12, 50, 97)]
+    targets = [[w.targets for w in p.windows] for p in plans]
+    assert targets[0] == targets[1] == targets[2]
+    assert targets[0][-1].stop == 1009
+    assert plans[2].windows[0].begin == 0
+    assert len(targets[0]) == 31
+    assert all(w.scored == 3 for p in plans for w in p.windows)
+
+
+def test_paper_reads_consecutive_windows_from_the_start_and_no_part_of_one():
+    windows = plan("paper", 101, 33, shortest=33, longest=33, windows=1000).windows
+    assert [(w.begin, w.targets.start, w.targets.stop) for w in windows] == [(0, 1, 34), (33, 34, 67), (66, 67, 100)]
+    assert len(plan("paper", 101, 33, shortest=33, longest=33, windows=2).windows) == 2
+
+
+@pytest.mark.parametrize("stride", [1, 7, 13, 40])
+def test_sliding_scores_every_token_once_with_the_context_it_promises(stride):
+    windows = plan("sliding", 101, 13, shortest=13, longest=13, windows=1000, stride=stride).windows
+    scored = [place for w in windows for place in range(w.targets.start, w.targets.stop)]
+    assert scored == list(range(1, 101))
+    assert all(w.length == 13 and w.begin >= 0 for w in windows)
+    assert all(w.length - w.scored >= 13 - min(stride, 13) for w in windows[1:])
+
+
+@pytest.mark.parametrize("make", [small, llama], ids=["ours", "llama"])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_score_is_the_mean_of_losses_computed_by_hand(text, make, protocol):
+    model = make()
+    (score, longer) = score_lengths(model, text, [12, 29], name="m", protocol=protocol, windows=9)
+    windows = plan(protocol, len(text), 29, shortest=12, longest=29, windows=9).windows
+    hand = [
+        by_hand(model, text.tokens, place, place - w.begin)
+        for w in windows
+        for place in range(w.targets.start, w.targets.stop)
+    ]
+    assert longer.scored == len(hand)
+    assert longer.loss == pytest.approx(np.mean(hand), rel=2e-5)
+    assert score.length == 12
+    assert longer.perplexity == pytest.approx(math.exp(longer.loss))
+    places = [place for w in windows for place in range(w.targets.start, w.targets.stop)]
+    assert longer.bits_per_byte == pytest.approx(sum(hand) / math.log(2) / text.size[places].sum(), rel=2e-5)
+
+
+def test_losses_by_place_average_to_the_loss(text):
+    (score,) = score_lengths(small(), text, [29], name="m", protocol="paper", windows=5)
+    assert [place for place, _ in score.positions] == list(range(29))
+    assert np.mean([loss for _, loss in score.positions]) == pytest.approx(score.loss)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in DYNAMIC])
+def test_chunks_through_the_cache_give_the_losses_of_one_pass(case, text):
+    model = small(case, **({"n_positions": 97} if case == "learned" else {}))
+    tokens = torch.from_numpy(np.stack([text.tokens[:64], text.tokens[50:114]]))
+    whole = token_losses(model, tokens, scored=31)
+    for chunk in (1, 20, 32, 62):
+        torch.testing.assert_close(token_losses(model, tokens, scored=31, chunk=chunk), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_chunks_of_a_foreign_model_give_the_losses_of_one_pass(text):
+    tokens = torch.from_numpy(text.tokens[None, :64].copy())
+    whole = token_losses(llama(), tokens, scored=31)
+    torch.testing.assert_close(token_losses(llama(), tokens, scored=31, chunk=19), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_chunks_are_refused_where_angles_depend_on_the_length(text):
+    tokens = torch.from_numpy(text.tokens[None, :64].copy())
+    for model in (small("rope-dynamic"), with_scaling(llama(), "dynamic:4")):
+        with pytest.raises(ValueError, match="depend on the length"):
+            token_losses(model, tokens, scored=3, chunk=19)
+
+
+def test_memory_chooses_the_chunk_and_refuses_with_the_bytes(text, monkeypatch):
+    model = small()
+    whole = bytes_needed(model, length=50_000, scored=9)
+    assert fitting_chunk(model, length=50_000, scored=9) is None
+    monkeypatch.setattr(losses_module, "total_bytes", lambda: whole)
+    chunk = fitting_chunk(model, length=50_000, scored=9)
+    assert chunk is not None
+    assert bytes_needed(model, length=50_000, scored=9, chunk=chunk) <= whole // 2
+    assert bytes_needed(model, length=50_000, scored=9, chunk=2 * chunk) > whole // 2
+    monkeypatch.setattr(losses_module, "total_bytes", lambda: 1000)
+    scores = score_lengths(model, text, [12], name="m")
+    assert "bytes; it needs" in scores[0].refused
+
+
+def test_a_length_beyond_a_learned_table_is_a_cell_that_says_so_and_the_table_goes_on(text):
+    torch.manual_seed(0)
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=257, n_positions=23, n_embd=24, n_layer=1, n_head=3))
+    ours = small("learned", n_positions=23)
+    scores = [s for name, m in (("g", gpt2), ("o", ours)) for s in score_lengths(m, text, [12, 23, 24], name=name)]
+    table = LengthTable(scores)
+    assert [str(table.cell(name, 24)) for name in "go"] == ["-", "-"]
+    assert all(table.cell(name, n).value > 1 for name in "go" for n in (12, 23))
+    assert "g at 24: this model's table of positions ends at 23" in table.text()
+
+
+def test_limits_of_foreign_tables_are_found():
+    opt = OPTConfig(
+        vocab_size=257,
+        hidden_size=24,
+        num_hidden_layers=1,
+        ffn_dim=40,
+        num_attention_heads=3,
+        max_position_embeddings=37,
+        word_embed_proj_dim=24,
+    )
+    assert limit_of(OPTForCausalLM(opt)) == 37
+    assert limit_of(llama()) is None
+    assert limit_of(small("learned-long")) == 97
+
+
+@pytest.mark.parametrize("scaling", ["linear:4", "yarn:4", "dynamic:4"])
+def test_a_scaling_at_evaluation_time_is_the_model_built_with_it(scaling, text):
+    kind, factor = scaling.split(":")
+    ids = torch.from_numpy(text.tokens[None, :61].copy())
+    ours = with_scaling(small("rope"), scaling)
+    built = small("rope", encoding_options={"scaling": {"type": kind, "factor": float(factor)}})
+    torch.testing.assert_close(ours(ids).logits, built(ids).logits)
+    rope = {"rope_type": kind, "factor": float(factor), "rope_theta": 10000.0, "original_max_position_embeddings": 23}
+    torch.testing.assert_close(with_scaling(llama(), scaling)(ids).logits, llama(rope_parameters=rope)(ids).logits)
+    assert not torch.equal(ours(ids).logits, small("rope")(ids).logits)
+
+
+def test_a_scaling_leaves_the_model_it_came_from_alone(text):
+    ids = torch.from_numpy(text.tokens[None, :61].copy())
+    model = llama()
+    before = model(ids).logits
+    with_scaling(model, "linear:8")
+    assert torch.equal(model(ids).logits, before)
+
+
+@pytest.fixture(scope="module")
+def table(text):
+    scores = [s for name in ("alibi", "none") for s in score_lengths(small(name), text, [12, 29], name=name)]
+    return LengthTable(scores)
+
+
+def test_a_table_is_read_back_from_its_json_and_says_the_same(table):
+    scores = [Score.from_json(found) for found in json.loads(table.json())["scores"]]
+    assert LengthTable(scores).text() == table.text()
+
+
+def test_the_forms_of_a_table_have_the_same_figures(table):
+    cell = str(table.cell("none", 29))
+    rows = list(csv.DictReader(io.StringIO(table.csv())))
+    (row,) = [row for row in rows if row["model"] == "none" and row["length"] == "29"]
+    assert f"{float(row['value']):.2f}" == cell.replace(",", "") or float(row["value"]) >= 1000
+    assert float(row["low"]) <= float(row["value"]) <= float(row["high"])
+    for form in (table.text(), table.markdown(), table.latex()):
+        assert cell in form
+    assert table.latex().count(r"\textbf") == 2
+
+
+def test_every_result_says_protocol_text_and_tokens_scored(table):
+    assert "fair: the same" in table.text()
+    assert "text: text; " in table.text()
+    assert f"{table.scores[0].scored:,} tokens scored" in table.text()
+
+
+def test_models_with_different_tokenizers_are_compared_in_bits_per_byte_and_the_table_says_why(text):
+    scores = [score_lengths(small(), text, [12], name=n, tokenizer=t)[0] for n, t in (("a", "x"), ("b", "y"))]
+    table = LengthTable(scores)
+    assert table.cell("a", 12).value == pytest.approx(scores[0].bits_per_byte)
+    assert "bits per byte only: the models have different tokenizers" in table.text()
+
+
+def test_a_paired_difference_of_a_model_and_itself_is_nothing_and_needs_the_same_tokens(table, text):
+    twin = [Score(**(vars(score) | {"name": "twin"})) for score in table.scores if score.name == "none"]
+    both = LengthTable([*table.scores, *twin])
+    assert both.difference("none", "twin", 29) == (0.0, (0.0, 0.0))
+    value, interval = both.difference("alibi", "none", 29)
+    assert interval.low <= value <= interval.high
+    other = score_lengths(small(), text, [29], name="other", windows=7)
+    with pytest.raises(ValueError, match="on the same tokens"):
+        LengthTable([*table.scores, *other]).difference("none", "other", 29)
+
+
+def test_seeds_share_a_row_and_its_figure_is_their_mean_loss(text):
+    scores = [score_lengths(small(name), text, [12], name=name)[0] for name in ("alibi", "kerple", "none")]
+    table = LengthTable(scores, rows={"alibi": "all", "kerple": "all", "none": "all"})
+    assert table.names == ["all"]
+    assert math.log(table.cell("all", 12).value) == pytest.approx(np.mean([score.loss for score in scores]))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"lengths": []}, "there must be a length"),
+        ({"lengths": [0]}, "a whole number, 1 or more"),
+        ({"lengths": [5000]}, "one token more than the longest length, 5,001; it has"),
+        ({"lengths": [12], "windows": 0}, "windows must be a whole number"),
+        ({"lengths": [12], "protocol": "best"}, "'fair' or 'paper' or 'sliding'; 'best' came"),
+        ({"lengths": [12], "stride": -1}, "stride must be a whole number"),
+    ],
+)
+def test_bad_input_is_refused_in_three_parts(text, change, words):
+    with pytest.raises(ValueError, match=words):
+        score_lengths(small(), text, name="m", **change)
+
+
+def test_an_empty_table_a_name_that_comes_twice_and_an_empty_text_are_refused(table, bytes_tokenizer):
+    with pytest.raises(ValueError, match="a score at least"):
+        LengthTable([])
+    with pytest.raises(ValueError, match="'alibi' came twice at length 12"):
+        LengthTable([*table.scores, table.scores[0]])
+    with pytest.raises(ValueError, match="two tokens of text"):
+        read_text(["", ""], bytes_tokenizer)
+
+
+def test_a_scaling_of_a_model_without_rope_or_without_a_factor_is_refused():
+    with pytest.raises(ValueError, match="has none"):
+        with_scaling(small("alibi"), "yarn:4")
+    with pytest.raises(ValueError, match="TYPE:FACTOR; 'yarn' came"):
+        with_scaling(small("rope"), "yarn")

@@ -1,0 +1,75 @@
+"""`lengthwise evaluate`, as a user runs it."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from model_kit import loud_model
+
+from lengthwise.cli import main
+from lengthwise.data import load_tokenizer
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two checkpoints, one text."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for case in ("rope", "learned"):
+        loud_model(case, vocab_size=257, n_positions=37).save_pretrained(folder / case)
+        load_tokenizer("bytes").save_pretrained(folder / case)
+    (folder / "text.txt").write_text("".join(f"{n} crows, {n * n % 89} ships\n" for n in range(2000)))
+    return folder
+
+
+def evaluate(folder: Path, *words: str) -> None:
+    main(["evaluate", "--text", str(folder / "text.txt"), "--windows", "5", *words])
+
+
+def test_the_table_is_on_the_terminal_and_in_every_form(folder, tmp_path, capsys):
+    sources = [str(folder / "rope"), f"table={folder / 'learned'}"]
+    more = ["--rope", "yarn:4", "--tasks", "copy", "--examples", "3", "--out", str(tmp_path)]
+    evaluate(folder, *sources, "--lengths", "20", "37", "74", *more)
+    said = capsys.readouterr().out
+    for name in ("rope", "rope+yarn4", "table"):
+        assert re.search(rf"^{re.escape(name)} ", said, re.MULTILINE)
+    assert "table at 74: this model's table of positions ends at 37" in said
+    assert re.search(r"^copy +rope", said, re.MULTILINE)
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    value = next(c["value"] for c in scores["cells"] if c["model"] == "rope" and c["length"] == 74)
+    assert f"{value:,.0f}" in said or f"{value:.2f}" in said
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".csv", ".md", ".tex", ".png"}
+    assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["rope", "rope"], "'rope' came more than once. Use NAME=FOLDER"),
+        (["nowhere"], "must be a run, a folder with a causal language model"),
+        (["rope", "--lengths", "99999"], "one token more than the longest length"),
+        (["rope", "--tasks", "sing"], "unknown task 'sing'"),
+        (["rope", "--rope", "yarn"], "TYPE:FACTOR; 'yarn' came"),
+        (["unfinished"], "must be finished to have a final model"),
+    ],
+)
+def test_bad_input_ends_with_a_sentence_and_not_with_a_traceback(folder, words, message):
+    (folder / "unfinished").mkdir(exist_ok=True)
+    (folder / "unfinished/config.yaml").write_text("version: 1\n")
+    with pytest.raises(SystemExit) as stopped:
+        evaluate(folder, str(folder / words[0]), *(str(folder / w) if w == "rope" else w for w in words[1:]))
+    assert message in str(stopped.value)
+    assert str(stopped.value).startswith("lengthwise evaluate: ")
+
+
+def test_no_runs_at_all_is_answered_with_the_usage(capsys):
+    with pytest.raises(SystemExit):
+        main(["evaluate", "--lengths", "20"])
+    assert "RUN" in capsys.readouterr().err
+
+
+def test_the_example_of_the_docs_runs():
+    (block,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/measure.md").read_text(), re.DOTALL | re.MULTILINE)
+    exec(compile(block, "measure.md", "exec"), {})

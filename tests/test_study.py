@@ -1,0 +1,172 @@
+"""A study: planned, trained, measured, drawn and reported; gone on with, never repeated, and whole when runs fail."""
+
+import base64
+import json
+import re
+import shlex
+
+import pytest
+import yaml
+
+from lengthwise.cli import main, study_parser
+from lengthwise.runs import Run
+from lengthwise.study import study as study_module
+from lengthwise.study.config import StudyConfig
+from lengthwise.study.paper import LENGTHS, PAPER, paper_rows
+from lengthwise.study.parts import commands, parts
+from lengthwise.study.study import run_study
+from lengthwise.study.training import Outcome
+from lengthwise.train import train
+
+CONFIGS = sorted((study_module.Path(study_module.__file__).parent / "configs").glob("*.yaml"))
+
+
+def small(tmp_path, **changes: object) -> StudyConfig:
+    """Two runs of three steps on a text of our own."""
+    corpus = tmp_path / "corpus.txt"
+    if not corpus.exists():
+        corpus.write_text("".join(f"{n} crows & {n * n % 97} <ships> came by.\n" for n in range(1500)))
+    sizes = {"data": str(corpus), "tokenizer": "bytes", "length": 32, "batch_tokens": 64, "micro_batch": 2, "steps": 3}
+    plain = {"out": str(tmp_path / "out"), "encodings": ["alibi", "learned"], "warmup": 1, "windows": 5}
+    return StudyConfig(**(sizes | plain | {"lengths": [32, 64], "title": "Crows <b>"} | changes))
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """Runs trained in this process, which takes no second; those named in the list fail."""
+    asked, fails = [], []
+
+    def train_part(part, *, folder, tell):
+        asked.append(part.name)
+        if part.encoding in fails:
+            return Outcome(1.0, 1, "exit code 1: out of memory")
+        train(part.config)
+        tell(part.settings.steps)
+        return Outcome(1.0, 2**20)
+
+    monkeypatch.setattr(study_module, "train_part", train_part)
+    return asked, fails
+
+
+def test_a_study_writes_one_report_that_opens_offline_and_never_repeats_what_is_done(tmp_path, in_process):
+    asked, _ = in_process
+    said = run_study(small(tmp_path))
+    out = tmp_path / "out"
+    page = (out / "report.html").read_text()
+    assert said.splitlines()[-1] == f"the report is {out / 'report.html'}"
+    assert page.count("data:image/png;base64,") == 4
+    assert base64.b64decode(re.search(r"base64,([^\"]+)", page)[1]).startswith(b"\x89PNG")
+    assert not re.search(r"<script|https?://|<link", page)
+    assert "<h1>Crows &lt;b&gt;</h1>" in page
+    assert "learned at 64: this model&#x27;s table of positions ends at 32" in page
+    for words in ("lengthwise train", "peak memory", "torch", "95 % intervals"):
+        assert words in page
+        assert words in (out / "report.md").read_text()
+    found = json.loads((out / "study.json").read_text())
+    assert [row["encoding"] for row in found["rows"]] == ["alibi", "learned"]
+    assert found["rows"][1]["values"]["64"] is None
+
+    files = [*out.glob("scores/*"), *out.glob("maps/*"), *out.glob("runs/*/metrics.jsonl")]
+    before = {path: path.stat().st_mtime_ns for path in files}
+    run_study(small(tmp_path))
+    assert asked == ["alibi-1337", "learned-1337"]
+    assert {path: path.stat().st_mtime_ns for path in files} == before
+
+
+def test_a_run_that_fails_is_reported_and_the_rest_goes_on_and_later_it_is_tried_again(tmp_path, in_process):
+    asked, fails = in_process
+    fails.append("alibi")
+    said = run_study(small(tmp_path))
+    assert "alibi-1337 is missing: exit code 1: out of memory" in said
+    assert "learned" in json.loads((tmp_path / "out/study.json").read_text())["rows"][0]["encoding"]
+    assert "out of memory" in (tmp_path / "out/report.html").read_text()
+    fails.clear()
+    assert "missing" not in run_study(small(tmp_path))
+    assert asked == ["alibi-1337", "learned-1337", "alibi-1337"]
+
+
+def test_without_training_a_study_gathers_what_is_there(tmp_path, in_process):
+    config = small(tmp_path, train=False)
+    assert "nothing to compare" in (study_module.Path(run_study(config).split()[-1])).read_text()
+    train(parts(config)[0].config)
+    said = run_study(config)
+    assert "learned-1337 is missing: not trained yet" in said
+    assert "alibi" in said
+
+
+def test_other_lengths_are_measured_anew_without_training(tmp_path, in_process):
+    asked, _ = in_process
+    run_study(small(tmp_path))
+    run_study(small(tmp_path, lengths=[16, 32]))
+    assert len(asked) == 2
+    assert set(json.loads((tmp_path / "out/study.json").read_text())["rows"][0]["values"]) == {"16", "32"}
+
+
+def test_seeds_share_a_row_and_tasks_and_scalings_have_theirs(tmp_path, in_process):
+    config = small(tmp_path, encodings=["rope"], seeds=[1, 2], rope=["yarn:2"], tasks=["copy"])
+    run_study(config)
+    found = json.loads((tmp_path / "out/study.json").read_text())
+    assert [row["encoding"] for row in found["rows"]] == ["rope", "rope+yarn2"]
+    assert "Tasks" in (tmp_path / "out/report.md").read_text()
+
+
+def test_the_plan_has_one_command_per_missing_run_and_each_parses_to_its_run(tmp_path, capsys):
+    config = small(tmp_path, encoding_options={"alibi": {"slopes": "interleaved"}}, seeds=[1, 2])
+    planned = commands(config)
+    assert len(planned) == 4
+    words = shlex.split(planned[0])
+    assert words[:2] == ["lengthwise", "train"]
+    main([*words[1:], "--dry_run"])
+    assert "alibi" in capsys.readouterr().out
+    train(parts(config)[0].config)
+    assert commands(config) == planned[1:]
+
+
+def test_a_planned_command_trains_the_run_that_the_study_then_finds(tmp_path):
+    (part,) = parts(small(tmp_path, encodings=["alibi"]))
+    main(shlex.split(part.command)[1:])
+    assert part.is_finished
+    assert Run(part.config.out).config["encoding"] == "alibi"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_papers_studies_parse_and_plan(path):
+    chosen = study_parser().parse_args(["--config", str(path)])
+    options = {name: value for name, value in dict(chosen).items() if name not in ("config", "plan")}
+    config = StudyConfig(**options)
+    planned = parts(config)
+    assert len(planned) == len(config.encodings)
+    assert planned[0].settings.length == 1024
+    assert config.paper in PAPER
+    assert set(config.lengths) == set(LENGTHS)
+    assert set(yaml.safe_load(path.read_text())) <= set(StudyConfig.__dataclass_fields__)
+
+
+def test_every_table_of_the_paper_has_a_study():
+    assert {path.stem for path in CONFIGS} == set(PAPER)
+    assert PAPER["fineweb-edu-medium"]["cable"] == (17.00, 16.52, 15.97, 15.34, 15.41, 15.41)
+    assert PAPER["wikitext-103-tiny"]["rope"] == (23.66, 22.26, 41.40, 114.77, 220.56, 375.62)
+
+
+def test_the_papers_figures_stand_beside_ours(tmp_path, in_process):
+    run_study(small(tmp_path, encodings=["alibi"], paper="wikitext-103-tiny"))
+    assert "24.09 / -" in (tmp_path / "out/report.html").read_text()
+    assert paper_rows(None, None) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"encodings": []}, "an encoding and a seed at least"),
+        ({"encodings": ["alibi", "alibi"]}, "encodings of a study must differ"),
+        ({"seeds": [1, 1]}, "seeds of a study must differ"),
+        ({"encodings": ["alibo"]}, "unknown encoding 'alibo'"),
+        ({"encoding_options": {"ropey": {}}}, "unknown encoding 'ropey'"),
+        ({"paper": "table 9"}, "unknown table of the paper 'table 9'"),
+        ({"preset": "giant"}, "unknown preset 'giant'"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_trained(tmp_path, in_process, change, words):
+    with pytest.raises(ValueError, match=words):
+        run_study(small(tmp_path, **change))
+    assert in_process[0] == []

@@ -1,0 +1,141 @@
+"""What the tests of training share: a run of a second, and processes of their own to kill."""
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from lengthwise.runs import Run
+from lengthwise.train import TrainConfig, train
+
+PATIENCE = 60
+"""Seconds after which a process of a test says where it stands, and ends."""
+TEXT = "the reader of a long text forgets what stood at its start unless something tells how far it went"
+
+
+def write_corpus(folder: Path) -> Path:
+    """Forty-one short files, the same every time."""
+    words = TEXT.split()
+    folder.mkdir(exist_ok=True)
+    for i in range(41):
+        (folder / f"{i:03d}.txt").write_text(" ".join(words[(i * j + j // 5) % len(words)] for j in range(61)) + "\n")
+    return folder
+
+
+def small_config(folder: Path, name: str = "run", **changes: Any) -> TrainConfig:
+    """Two layers of 12 heads of 4, eleven steps of five sequences of 33 bytes, three checkpoints."""
+    os.environ["LENGTHWISE_DATA"] = str(folder / "cache")
+    options: dict[str, Any] = {
+        "out": str(folder / name),
+        "encoding": "cable",
+        "sizes": {"n_layer": 2, "n_head": 12, "n_embd": 48},
+        "data": str(write_corpus(folder / "corpus")),
+        "tokenizer": "bytes",
+        "length": 33,
+        "batch_tokens": 5 * 33,
+        "micro_batch": 5,
+        "steps": 11,
+        "warmup": 3,
+        "checkpoint_every": 4,
+        "evaluate_every": 6,
+        "evaluate_tokens": 330,
+    }
+    return TrainConfig(**(options | changes))
+
+
+def numbers(run: Run) -> list[dict[str, Any]]:
+    """The metrics without the times."""
+    return [{name: value for name, value in line.items() if name != "seconds"} for line in run.metrics]
+
+
+def assert_same_run(found: Run, wanted: Run) -> None:
+    """Bit for bit: every number of the metrics, every weight, and all of the last checkpoint."""
+    assert numbers(found) == numbers(wanted)
+    assert [line["step"] for line in found.metrics] == list(range(1, len(found.metrics) + 1))
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        assert (found.final / name).read_bytes() == (wanted.final / name).read_bytes(), name
+    ours, theirs = (last_state(run) for run in (found, wanted))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    states = [{p.name: p.read_bytes() for p in run.checkpoints[-1].glob("random-*.json")} for run in (found, wanted)]
+    assert states[0] == states[1]
+
+
+def last_state(run: Run) -> dict[str, torch.Tensor]:
+    """Every tensor of the last checkpoint of a run that was not sharded."""
+    return {k: v for path in sorted(run.checkpoints[-1].glob("*.safetensors")) for k, v in load_file(path).items()}
+
+
+def in_processes(work: Callable[[], object], world: int = 1) -> list[int]:
+    """Do some work in as many processes as asked, as torchrun would start them; their exit codes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def one(rank: int) -> None:
+        torch.set_num_threads(1)
+        faulthandler.dump_traceback_later(PATIENCE, exit=True)
+        if world > 1:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        code = 0
+        try:
+            work()
+        except BaseException as error:
+            print(f"process {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            code = 1
+        # Without Python's own end: pytest's is not to run here.
+        os._exit(code)
+
+    context = multiprocessing.get_context("fork")
+    started = [context.Process(target=one, args=(rank,)) for rank in range(world)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+    return [process.exitcode for process in started]
+
+
+class Killer:
+    """Ends this process with SIGKILL at the n-th moment that matters: a line, a write to disk, a rename, a removal."""
+
+    def __init__(self, at: int | None = None) -> None:
+        self.at, self.count = at, 0
+
+    def watch(self) -> None:
+        from lengthwise.runs import writer
+
+        for place, name in ((os, "fsync"), (os, "rename"), (os, "replace"), (os, "rmdir"), (writer.RunWriter, "log")):
+            setattr(place, name, self._counted(getattr(place, name)))
+
+    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **options: Any) -> Any:
+            self.count += 1
+            if self.count == self.at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*arguments, **options)
+
+        return counted
+
+
+def moments(config: TrainConfig, world: int = 1) -> int:
+    """How many moments that matter the first process of a run has; it runs to its end."""
+    counter = multiprocessing.get_context("fork").Value("i", 0)
+
+    def count() -> None:
+        killer = Killer()
+        killer.watch()
+        train(config)
+        if os.environ.get("RANK", "0") == "0":
+            counter.value = killer.count
+
+    assert in_processes(count, world) == [0] * world
+    return counter.value
