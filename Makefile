@@ -34,7 +34,7 @@ table: $(VENV)/ready
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Lengthwise needs Python 3.11 or newer; set PYTHON=')"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[lab,dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[lab,serve,dev]"
 	touch $@
 
 clean:

@@ -196,6 +196,9 @@ class PositionMaps:
 
         return save_maps(self, path)
 
+    def _repr_html_(self) -> str:
+        return self.page()._repr_html_()
+
     def _repr_png_(self) -> bytes:
         from lengthwise.views.canvas import png
 

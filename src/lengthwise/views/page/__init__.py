@@ -77,9 +77,7 @@ def model_payload(snapshots: Sequence[Snapshot]) -> dict[str, Any]:
             {
                 "step": one.step,
                 "tokens": tokens_of(one.views),
-                "views": {
-                    what: view(one.views[what], one.detail.get(what)) for what in WHATS if what in one.views
-                },
+                "views": {what: view(one.views[what], one.detail.get(what)) for what in WHATS if what in one.views},
             }
             for one in snapshots
         ],

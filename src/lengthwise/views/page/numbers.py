@@ -38,18 +38,18 @@ def rounded(x: np.ndarray, bits: int, side: Side) -> np.ndarray:
     drop = MANTISSA[x.itemsize] - bits
     if drop <= 0:
         return words
-    step = words.dtype.type(1) << words.dtype.type(drop)
+    dropped, half = (words.dtype.type(value) for value in (2**drop - 1, 2 ** (drop - 1)))
     if side == "nearest":
-        found = words + (step >> words.dtype.type(1))
+        found = words + half
     else:
         # Cutting bits leads towards 0; one step more leads away from it, where the bound needs that.
         away = (x < 0) if side == "down" else (x > 0)
-        found = np.where(away, words + (step - words.dtype.type(1)), words)
-    return np.where(np.isfinite(x), found & ~(step - words.dtype.type(1)), words)
+        found = np.where(away, words + dropped, words)
+    return np.where(np.isfinite(x), found & ~dropped, words)
 
 
 def differences(words: np.ndarray) -> np.ndarray:
-    """Second differences along the last axis of float32 bit patterns in the order of their numbers, small ones small."""
+    """Second differences along the last axis of float32 bit patterns, taken as whole numbers; small ones are small."""
     assert words.dtype == np.uint32, "only tables are smooth, and they are float32"
     signed = words.view(np.int32).astype(np.int64)
     whole = np.where(signed < 0, -(signed & 0x7FFFFFFF), signed)

@@ -32,7 +32,9 @@ Detail = Mapping[tuple[int, int], Tensor]
 
 def view(maps: PositionMaps, detail: Detail | None = None) -> list[dict[str, Any]]:
     """All layers of one view."""
-    return [_layer(one, {head: x for (layer, head), x in (detail or {}).items() if layer == one.layer}) for one in maps.maps]
+    return [
+        _layer(one, {head: x for (layer, head), x in (detail or {}).items() if layer == one.layer}) for one in maps.maps
+    ]
 
 
 def _layer(one: LayerMap, detail: Mapping[int, Tensor]) -> dict[str, Any]:

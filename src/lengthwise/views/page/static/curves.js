@@ -8,7 +8,9 @@ function drawCurves() {
   const seen = state.sides.map((side) => ({ side, layer: currentLayer(side) })).filter((one) => one.layer);
   const box = state.what === "profile" ? { ...CURVES, width: 720, height: 420 } : CURVES;
   const plot = svg("svg", { viewBox: `0 0 ${box.width} ${box.height}`, role: "img", tabindex: 0 });
-  find("curves-title").textContent = { bias: "Bias by distance", profile: "Mean score by distance" }[state.what] || `Mean of ${state.what} by distance`;
+  const dotted = seen.some(({ layer }) => layer.kernel) ? "; dotted, the score of the mean query and key" : "";
+  const title = { bias: "Bias by distance", profile: "Mean score by distance" }[state.what];
+  find("curves-title").textContent = (title || `Mean of ${state.what} by distance`) + dotted;
   if (seen.length) fillCurves(plot, seen, box);
   const old = find("curves-plot").firstChild;
   const focused = old && old === document.activeElement;
@@ -20,7 +22,7 @@ function fillCurves(plot, seen, box) {
   const first = Math.min(...seen.map((one) => one.layer.profile.first));
   const last = Math.max(...seen.map((one) => one.layer.profile.first + one.layer.profile.length - 1));
   const bend = state.log ? (d) => Math.sign(d) * Math.log10(1 + Math.abs(d)) : (d) => d;
-  const all = seen.flatMap(({ side, layer }) => side.layers[side.layers.indexOf(layer)] && heights(layer));
+  const all = seen.flatMap(({ layer }) => heights(layer));
   const scale = { low: Math.min(0, ...all.map((r) => r[0])), high: Math.max(0, ...all.map((r) => r[1])) };
   if (scale.low === scale.high) scale.high = 1;
   const [width, height] = [box.width - box.left - box.right, box.height - box.top - box.bottom];
@@ -42,26 +44,25 @@ function fillCurves(plot, seen, box) {
     }
     return parts;
   };
+  // An inner picture cuts off what lies beyond the range of the enlarged head.
+  const size = { x: box.left, y: box.top, width, height };
+  const inner = svg("svg", { ...size, viewBox: Object.values(size).join(" ") });
+  plot.append(inner);
   seen.forEach(({ layer }, place) => {
     const { profile } = layer;
     if (place === 0) {
       for (let head = 0; head < layer.heads; head++) {
-        if (head !== state.head) plot.append(svg("polyline", { class: "other", points: path(profile.mean(head), profile.first).join(" ") }));
+        if (head !== state.head) inner.append(svg("polyline", { class: "other", points: path(profile.mean(head), profile.first).join(" ") }));
       }
     }
     const [mean, spread] = [profile.mean(state.head), profile.spread(state.head)];
     if (spread && spread.some((x) => x > 0)) {
-      const cut = (y) => Math.min(scale.high, Math.max(scale.low, y));
-      const above = path(mean, profile.first, (y, at) => cut(y + spread[at]));
-      const below = path(mean, profile.first, (y, at) => cut(y - spread[at])).reverse();
-      plot.append(svg("polygon", { class: "spread", points: [...above, ...below].join(" ") }));
+      const above = path(mean, profile.first, (y, at) => y + spread[at]);
+      const below = path(mean, profile.first, (y, at) => y - spread[at]).reverse();
+      inner.append(svg("polygon", { class: "spread", points: [...above, ...below].join(" ") }));
     }
-    if (layer.kernel) {
-      const length = layer.kernel.length / layer.heads;
-      const line = layer.kernel.subarray(state.head * length, (state.head + 1) * length);
-      plot.append(svg("polyline", { class: "kernel", points: path(line, 0).join(" ") }));
-    }
-    plot.append(svg("polyline", { class: place ? "chosen second" : "chosen", points: path(mean, profile.first).join(" ") }));
+    if (layer.kernel) inner.append(svg("polyline", { class: "kernel", points: path(kernelOf(layer), 0).join(" ") }));
+    inner.append(svg("polyline", { class: place ? "chosen second" : "chosen", points: path(mean, profile.first).join(" ") }));
   });
   const distance = currentDistance();
   plot.append(svg("line", { class: "here", x1: across(distance), x2: across(distance), y1: box.top, y2: box.top + height }));
@@ -70,11 +71,18 @@ function fillCurves(plot, seen, box) {
   listenCurves(plot, box, first, last, width);
 }
 
-/** The least and the greatest mean of each head, with the rotary kernel where there is one. */
+/** The least and the greatest mean: of the enlarged head, or of all where they share a range. */
 function heights(layer) {
-  const found = Array.from({ length: layer.heads }, (_, head) => profileRange(layer.profile.mean(head)));
-  if (layer.kernel) found.push(profileRange(layer.kernel));
+  if (state.shared) return Array.from({ length: layer.heads }, (_, head) => profileRange(layer.profile.mean(head)));
+  const found = [profileRange(layer.profile.mean(state.head))];
+  if (layer.kernel) found.push(profileRange(kernelOf(layer)));
   return found;
+}
+
+/** The score of a rotary head's mean query and mean key at each distance. */
+function kernelOf(layer) {
+  const length = layer.kernel.length / layer.heads;
+  return layer.kernel.subarray(state.head * length, (state.head + 1) * length);
 }
 
 function profileRange(values) {

@@ -164,9 +164,9 @@ function noteMap() {
   }
   const seen = windowOf(layer);
   const { i, j } = cursorOf(layer);
-  const cells = layer.matrix.single(state.head, i, j) ? "single cells" : `tiles of ${layer.pool} × ${layer.pool} pairs, each its mean`;
-  const part = seen.rows < layer.queries || seen.columns < layer.keys ? `Queries ${seen.i} to ${seen.i + seen.rows - 1}, keys ${seen.j} to ${seen.j + seen.columns - 1}; ` : "";
-  find("map-note").textContent = `${part}${cells}.${state.held ? " The cursor is held; click to let it go." : ""}`;
+  const cells = layer.matrix.single(state.head, i, j) ? "Single cells" : `Tiles of ${layer.pool} × ${layer.pool} pairs, each its mean`;
+  const part = seen.rows < layer.queries || seen.columns < layer.keys ? ` of queries ${seen.i} to ${seen.i + seen.rows - 1}, keys ${seen.j} to ${seen.j + seen.columns - 1}` : "";
+  find("map-note").textContent = `${cells}${part}.${state.held ? " The cursor is held; click to let it go." : ""}`;
 }
 
 /** Make the visible part smaller or larger about a pair. */

@@ -9,7 +9,7 @@ async function start(models, title) {
   const last = models[0].snapshots.length - 1;
   state.sides = models.slice(0, 2).map((model, place) => ({ model: place, snapshot: model.snapshots.length - 1 }));
   const views = models[0].snapshots[last].views;
-  if (!views[state.what]) state.what = WHATS.find((what) => views[what]);
+  if (!views[state.what]) state.what = views.scores ? "scores" : WHATS.find((what) => views[what]);
   const layers = views[state.what];
   const kept = layers.find((layer) => layer.layer === state.layer && state.head < layer.heads);
   if (!kept || !state.started) Object.assign(state, { layer: layers[layers.length - 1].layer, head: 0 });

@@ -23,7 +23,7 @@ function drawOverview() {
   find("grids").replaceChildren(...grids);
   find("order-note").textContent = MEASURES[state.order]
     ? MEASURES[state.order].note
-    : "A row per layer, a column per head; query down, key across.";
+    : `A row per layer, a column per head; ${state.what === "profile" ? "the mean score by distance" : "query down, key across"}.`;
   markHead();
 }
 

@@ -103,7 +103,6 @@ function drawTokens() {
     return state.sides.length > 1 ? make("div", {}, make("h3", {}, nameOf(side)), block) : block;
   });
   find("tokens").replaceChildren(...blocks);
-  find("tokens").classList.toggle("two", blocks.length > 1);
 }
 
 /** How strongly the query sees each key: the weights, or the softmax over the row of what there is. */
