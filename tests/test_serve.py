@@ -10,8 +10,8 @@ import time
 import numpy as np
 import pytest
 import torch
-
 from browser_kit import Seen, needs_chromium, open_browser
+
 from lengthwise.cli import main
 from lengthwise.data import load_tokenizer
 from lengthwise.inspect import position_maps
@@ -58,7 +58,8 @@ class Served:
         return answer, found
 
     def look(self, expect: int = 200, **wanted: object) -> dict:
-        asked = {"model": "kerple-tiny", "layer": "all", "text": None, "length": 31} | wanted
+        asked = {"model": "kerple-tiny", "layer": "all", "text": None, "length": None if "text" in wanted else 31}
+        asked |= wanted
         answer, found = self.ask("POST", "/api/look", json.dumps(asked), Content_Type="application/json")
         assert answer.status == expect, found[:300]
         return json.loads(found)
@@ -161,7 +162,10 @@ def test_looks_are_kept_for_two_viewers_at_once_but_not_for_ever(served):
     for viewer in viewers:
         viewer.join()
     keys = {name: said["snapshots"][-1]["look"] for name, said in answers.items()}
-    assert {name: said["encoding"] for name, said in answers.items()} == {"kerple-tiny": "kerple", "cable-tiny": "cable"}
+    assert {name: said["encoding"] for name, said in answers.items()} == {
+        "kerple-tiny": "kerple",
+        "cable-tiny": "cable",
+    }
     first, second = (served.cells(keys[name], what="bias")[1] for name in ("kerple-tiny", "cable-tiny"))
     assert first != second
     for _ in range(LOOKS):

@@ -6,13 +6,15 @@ const READ = ["bias", "content", "scores", "weights"];
 /** The layer of another view at the same place, opened. */
 async function openReading() {
   for (const side of state.sides) {
-    side.reads = {};
+    const reads = {};
     for (const what of READ) {
       const layer = (snapshotOf(side).views[what] || []).find((one) => one.layer === state.layer);
       if (!layer || state.head >= layer.heads) continue;
-      side.reads[what] = await openLayer(layer);
-      await side.reads[what].matrix.openBounds();
+      reads[what] = await openLayer(layer);
+      await reads[what].matrix.openBounds();
     }
+    // Not before all is open: meanwhile the old ones can still be drawn.
+    side.reads = reads;
   }
 }
 
