@@ -267,7 +267,8 @@ def test_a_port_in_use_and_a_folder_without_models_are_answered_on_the_terminal(
 @needs_chromium
 def test_in_a_browser_a_text_is_typed_and_two_live_models_are_seen_cell_by_cell(served):
     with open_browser() as browser:
-        seen = Seen(browser, f"http://127.0.0.1:{served.port}/")
+        own = Served(served.folder)
+        seen = Seen(browser, f"http://127.0.0.1:{own.port}/")
         tab = seen.tab
         tab.wait_for_selector("#first option[value='cable-tiny']", state="attached")
         tab.select_option("#reads", "text")
@@ -293,8 +294,8 @@ def test_in_a_browser_a_text_is_typed_and_two_live_models_are_seen_cell_by_cell(
         assert seen.read("scores") == pytest.approx(float(wanted), rel=1e-5)
         tab.locator("#tables summary").click()
         assert "<b>kerple</b>" in tab.inner_text("#tables")
-        assert all(url.startswith(f"http://127.0.0.1:{served.port}/") for url in seen.requests)
-        served.close()
+        assert all(url.startswith(f"http://127.0.0.1:{own.port}/") for url in seen.requests)
+        own.close()
         tab.click("#look")
         tab.wait_for_selector("#message:not([hidden])")
         assert "does not answer" in tab.inner_text("#message")
