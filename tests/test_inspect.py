@@ -177,21 +177,24 @@ def test_half_precision_models_are_looked_into_as_they_are(case):
     assert all(maps.maps[0].profile.mean.dtype == torch.float32 for maps in views.values())
 
 
-def test_an_encoding_of_ones_own_is_seen_like_any_other():
+def test_an_encoding_of_ones_own_is_seen_like_any_other_and_its_bias_is_left_alone():
+    own = torch.full((1, 3, LENGTH, LENGTH), 0.5)
+
     class Half(lw.Encoding):
         paper = "unpublished"
         kind = lw.DenseBias
 
         def bias(self, x, query, key, state=None, start=None):
-            return lw.DenseBias(0.5 * torch.ones(1, self.geometry.heads, query.shape[-1], key.shape[-1]))
+            return lw.DenseBias(own)
 
     lw.register("half", Half)
     try:
-        maps = position_maps(LengthwiseForCausalLM(make_config("none", encoding="half")), tokens(2))
+        views = position_views(LengthwiseForCausalLM(make_config("none", encoding="half")), tokens(2))
     finally:
         del lw.ENCODINGS["half"]
-    assert (maps.values.nan_to_num(0.5) == 0.5).all()
-    assert maps.maps[0].tiles is not None
+    assert (views["bias"].values.nan_to_num(0.5) == 0.5).all()
+    assert views["bias"].maps[0].tiles is not None
+    assert (own == 0.5).all()
 
 
 @pytest.mark.parametrize(

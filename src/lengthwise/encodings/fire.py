@@ -116,5 +116,6 @@ def fire_lines(
     knots, order = torch.where(into == 0, torch.inf, -bias_in / into).detach().sort()
     passed = torch.arange(len(knots) + 1, device=into.device)[:, None] > order.argsort()
     on = torch.where(into == 0, bias_in > 0, passed == (into > 0)).to(weight_out.dtype)
-    slope, intercept = (weight_out @ (on * unit).T for unit in (into, bias_in))
+    # Not a matrix product, whose order of summing may depend on where in memory its factors lie.
+    slope, intercept = ((weight_out[:, None] * (on * unit)).sum(-1) for unit in (into, bias_in))
     return LineBias(curve, 1 / (torch.log1p(c.abs() * scope) + 1e-6), knots, slope, intercept + bias_out[:, None])

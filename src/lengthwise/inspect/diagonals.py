@@ -32,21 +32,24 @@ class Diagonals:
         columns: slice,
     ) -> None:
         """Take in a block (Chan, Golub and LeVeque's merging of means and squares)."""
-        x, here = skewed(x), skewed(may).expand(x.shape[0], -1, -1, -1)
-        count = here.sum(2).double()
+        # Column c of the skewed block is distance high - c; what causality forbids is not looked at.
+        high = rows.stop - 1 + self.offset - columns.start
+        count_of = min(x.shape[2] + x.shape[3] - 1, high - self.first + 1)
+        x, here = (skewed(part)[..., :count_of] for part in (x, may.expand(x.shape[0], -1, -1, -1)))
+        count = here.sum(2)
         pivot = x.gather(2, here.int().argmax(2, keepdim=True).expand(-1, x.shape[1], -1, -1))
-        about = (x - pivot).masked_fill_(~here, 0)
+        about = x - pivot
+        whole = (count == x.shape[2]).flatten(0, 1).all(0)
+        for some in _runs(~whole):
+            about[..., some].masked_fill_(~here[..., some], 0)
         total, squares = about.sum(2).double(), about.square_().sum(2).double()
-        some = count.clamp(min=1)
-        mean = pivot[:, :, 0].double() + total / some
-        squares = squares - total.square() / some
-        count, mean, squares = count.cpu(), mean.cpu(), squares.cpu()
+        some_count = count.clamp(min=1)
+        mean = pivot[:, :, 0].double() + total / some_count
+        squares = squares - total.square() / some_count
+        count, mean, squares = (part.flip(-1).cpu() for part in (count.double(), mean, squares))
 
-        # Column c of the skewed block is distance c + low; what causality forbids is not kept at all.
-        low = rows.start + self.offset - (columns.stop - 1)
-        skip = max(0, self.first - low)
-        here_, there = slice(skip, None), slice(low + skip - self.first, low - self.first + x.shape[3])
-        count, mean, squares = count[..., here_], mean[..., here_], squares[..., here_]
+        low = high - count_of + 1 - self.first
+        there = slice(low, low + count_of)
         both = self.count[..., there] + count
         away = mean - self.mean[..., there]
         share = count / both.clamp(min=1)
@@ -73,13 +76,26 @@ def skewed(x: Tensor) -> Tensor:
     """(..., row, column) as (..., row, row + column - 1) with diagonals as columns, 0 where there is nothing.
 
     >>> skewed(torch.tensor([[1, 2, 3], [4, 5, 6]]))
-    tensor([[3, 2, 1, 0],
-            [0, 6, 5, 4]])
+    tensor([[0, 1, 2, 3],
+            [4, 5, 6, 0]])
     """
     *shape, rows, columns = x.shape
     wider = columns + rows - 1
-    flat = F.pad(x.flip(-1), (0, rows)).flatten(-2)
-    return flat[..., : rows * wider].view(*shape, rows, wider)
+    made = x.new_zeros(*shape, rows, wider)
+    # Each row begins one place before that below: seen with rows one shorter, it is where the block lies.
+    strides = (*made.stride()[:-2], wider - 1, 1)
+    made.as_strided(x.shape, strides, rows - 1).copy_(x)
+    return made
+
+
+def _runs(some: Bool[Tensor, " column"]) -> list[slice]:
+    """Where neighbours are True, as slices.
+
+    >>> _runs(torch.tensor([True, True, False, True]))
+    [slice(0, 2, None), slice(3, 4, None)]
+    """
+    edges = F.pad(some.int(), (1, 1)).diff().nonzero().flatten().tolist()
+    return [slice(first, last) for first, last in zip(edges[0::2], edges[1::2], strict=True)]
 
 
 def uniform(bias: Bias, *, causal: bool) -> Profile | None:

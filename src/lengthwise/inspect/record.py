@@ -18,6 +18,7 @@ from torch import Tensor
 from lengthwise.attention.call import Rescore
 from lengthwise.attention.reference import softmax
 from lengthwise.bias import Bias, wide
+from lengthwise.views.tiles import fill
 
 Mask = Callable[[slice, slice], Bool[Tensor, "#batch 1 row column"]]
 """Which keys some rows may see."""
@@ -28,7 +29,7 @@ CHECKED = 4
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Some rows: content and bias are 0 and scores -inf where the mask forbids; `bias` is None where there is none."""
+    """Some rows; everything is 0 where the mask forbids, and `bias` None where there is none."""
 
     may: Bool[Tensor, "#batch 1 row column"]
     content: Float[Tensor, "batch head row column"]
@@ -68,32 +69,33 @@ class Record:
         """Whether there is a positional term: an additive bias, or what a rescore adds to the content."""
         return self.bias is not None or self.rescore is not None
 
-    def bias_rows(self, rows: slice, columns: slice) -> Float[Tensor, "#batch #head row column"]:
-        """Some rows of the additive term as it is described."""
+    def bias_rows(self, rows: slice, columns: slice) -> Float[Tensor, "batch head row column"]:
+        """Some rows of the additive term, 0 where the mask forbids; a copy, since a tile may be the model's own."""
         assert self.bias is not None
-        return self.bias.tile(rows, columns)
+        tile = self.bias.tile(rows, columns)
+        whole = torch.empty(*self.shape[:2], *tile.shape[2:], dtype=tile.dtype, device=tile.device).copy_(tile)
+        return fill(whole, self.mask(rows, columns), 0)
 
     def block(self, rows: slice, columns: slice) -> Block:
         """Some whole rows; the columns must be all that they may see."""
         may = self.mask(rows, columns)
         q, k = wide(self.q[:, :, rows]), wide(self.k[:, :, columns])
         grouped = (self.scale * q).unflatten(1, (k.shape[1], -1))
-        content = (grouped @ k[:, :, None].transpose(-1, -2)).flatten(1, 2).masked_fill_(~may, 0)
-        bias = None
-        if self.bias is not None:
-            bias = self.bias_rows(rows, columns).expand_as(content).masked_fill(~may, 0)
+        content = fill((grouped @ k[:, :, None].transpose(-1, -2)).flatten(1, 2), may, 0)
+        bias = None if self.bias is None else self.bias_rows(rows, columns)
         if self.rescore is not None:
-            scores = self.rescore(content, torch.zeros_like(content) if bias is None else bias, q, may)
+            scores = fill(self.rescore(content, torch.zeros_like(content) if bias is None else bias, q, may), may, 0)
             # What is added in the end is the positional part, whatever it was made from.
-            bias = (scores - content).masked_fill(~may, 0)
+            bias = scores - content
         else:
             scores = content if bias is None else content + bias
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
-        return Block(may, content, bias, scores.masked_fill(~may, -torch.inf))
+        return Block(may, content, bias, scores)
 
-    def weights(self, scores: Float[Tensor, "batch head row column"]) -> Float[Tensor, "batch head row column"]:
+    def weights(self, block: Block) -> Float[Tensor, "batch head row column"]:
         """The softmax; a sink takes its share and is left out."""
+        scores = fill(block.scores.clone(), block.may, -torch.inf)
         if self.sinks is None:
             return softmax(scores)
         sink = wide(self.sinks)[None, :, None, None].expand(*scores.shape[:3], 1)
@@ -106,10 +108,10 @@ class Record:
             block = self.block(slice(*rows), slice(0, keys))
             seen = block.may.any(-1)[..., None]
             v = wide(self.v).repeat_interleave(self.q.shape[1] // self.v.shape[1], 1)
-            expected = self.weights(block.scores) @ v
+            expected = self.weights(block) @ v
             difference = (expected - wide(self.out[:, :, slice(*rows)])).masked_fill(~seen, 0).abs().max()
             # A score's rounding is relative to the score, and a weight's to that; inside, float32 is usual everywhere.
-            loudest = block.scores.masked_fill(~block.may, 0).abs().max()
+            loudest = block.scores.abs().max()
             eps = max(torch.finfo(dtype).eps for dtype in (self.out.dtype, torch.float32))
             allowed = 16 * eps * (1 + loudest) * v.abs().max()
             if not difference <= allowed:

@@ -103,8 +103,8 @@ class Maker:
         if self.what == "content":
             return block.content
         if self.what == "weights":
-            return self.record.weights(block.scores)
-        return block.scores.masked_fill(~block.may, 0)
+            return self.record.weights(block)
+        return block.scores
 
 
 def _described(record: Record, wish: Wish) -> LayerMap | None:
@@ -127,18 +127,15 @@ def _one_for_all(record: Record, shown: Shown) -> bool:
 
 
 def _bias_alone(record: Record, rows: slice, columns: slice) -> Block:
-    batch, heads, *_ = record.shape
-    may = record.mask(rows, columns)
-    tile = record.bias_rows(rows, columns)
-    bias = tile.expand(batch, heads, *tile.shape[2:]).masked_fill(~may, 0)
-    return Block(may, bias, bias, bias)
+    bias = record.bias_rows(rows, columns)
+    return Block(record.mask(rows, columns), bias, bias, bias)
 
 
 def _shown(
     x: Float[Tensor, "batch head row column"], may: Bool[Tensor, "#batch 1 row column"], shown: Shown
 ) -> tuple[Float[Tensor, "head row column"], Bool[Tensor, "row column"]]:
-    """The first sequence, or the mean over those that may."""
+    """The first sequence, or the mean over those that may; x is 0 where they may not."""
     if shown == "first" or x.shape[0] == 1:
         return x[0], may[0, 0]
     may = may.expand(x.shape[0], -1, -1, -1)
-    return x.masked_fill(~may, 0).sum(0) / may.sum(0).clamp(min=1), may.any(0)[0]
+    return x.sum(0) / may.sum(0).clamp(min=1), may.any(0)[0]

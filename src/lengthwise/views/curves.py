@@ -14,7 +14,8 @@ from lengthwise.views.canvas import colours as range_of
 from lengthwise.views.grid import checked_heads, heading, panel
 from lengthwise.views.maps import LayerMap, PositionMaps
 
-WIDTH, HEIGHT, LEFT, TOP, BELOW, KEY = 2.9, 2.1, 0.62, 0.36, 0.42, 0.75
+WIDTH, HEIGHT, LEFT, TOP, BELOW, KEY = 2.9, 2.1, 0.62, 0.48, 0.42, 0.75
+"""Inches: of a panel, of the room at its left, above and below it, and of the key beside it."""
 
 
 def curves(
@@ -75,7 +76,7 @@ def compare(
             place = axes_at(figure, left, top, side, side)
             panel(place, one, image, range_of(image), bar)
             place.set_ylabel(f"Head {head + 1}", size=SMALL, labelpad=1)
-    write(figure, 0.06, 0.06, " and ".join(dict.fromkeys(f"{maps.encoding} ({maps.model})" for maps in several)), LARGE)
+    write(figure, 0.06, 0.06, ", ".join(dict.fromkeys(maps.model for maps in several)), LARGE)
     return figure
 
 

@@ -101,7 +101,9 @@ def panel(axes: Axes, one: LayerMap, image: np.ndarray, scale: Colours, bar: Axe
         np.ma.masked_invalid(image),
         cmap=scale.map,
         norm=scale.norm,
-        interpolation="auto",  # pixels as they are where there is room, their mean where not: no false stripes
+        # Pixels as they are where there is room, and where not the mean of their numbers: no false stripes.
+        interpolation="auto",
+        interpolation_stage="data",
         extent=(-0.5, across - 0.5, down - 0.5, -0.5),
         aspect="auto",
         rasterized=True,

@@ -45,25 +45,53 @@ class TilePool:
         self, x: Float[Tensor, "head row column"], may: Bool[Tensor, "row column"], rows: slice, columns: slice
     ) -> None:
         """Take in a block; what `may` forbids does not count."""
-        x = x.float()
         if self.pool == 1:
-            self.kept[0][:, rows, columns] = x.masked_fill(~may, torch.nan)
+            self.kept[0][:, rows, columns] = fill(x.float().clone(), may, torch.nan)
             return
         p = self.pool
-        extra = (0, -x.shape[2] % p, 0, -x.shape[1] % p)
-        x, may = F.pad(x, extra), F.pad(may, extra)
-        count = F.avg_pool2d(may[None].float(), p)
-        mean = F.avg_pool2d(x.masked_fill(~may, 0), p) / count
-        least = -F.max_pool2d((-x).masked_fill(~may, -torch.inf), p)
-        greatest = F.max_pool2d(x.masked_fill(~may, -torch.inf), p)
-        rows, columns = (slice(s.start // p, -(-s.stop // p)) for s in (rows, columns))
-        for kept, found in zip(self.kept, (mean, least, greatest), strict=True):
-            kept[:, rows, columns] = found.masked_fill(count == 0, torch.nan)
+        x, may = (F.pad(part, (0, -part.shape[-1] % p, 0, -part.shape[-2] % p)) for part in (x, may))
+        # Columns that all rows see need no mask, and under causality they are most.
+        free = first_forbidden(may) // p * p
+        rows = slice(rows.start // p, -(-rows.stop // p))
+        for some, mask in ((slice(0, free), None), (slice(free, x.shape[2]), may[:, free:])):
+            if some.start < some.stop:
+                there = slice(columns.start // p + some.start // p, columns.start // p + some.stop // p)
+                for kept, found in zip(self.kept, _pooled(x[:, :, some].float(), mask, p), strict=True):
+                    kept[:, rows, there] = found
 
     def done(self) -> Tiles:
         """The tiles."""
         mean, least, greatest = self.kept if self.pool > 1 else self.kept * 3
         return Tiles(self.pool, mean, least, greatest)
+
+
+def _pooled(x: Tensor, may: Tensor | None, p: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, least and greatest of every tile of a block; rows go first, since along them memory is read in order."""
+    if may is None:
+        by_rows = x.unflatten(1, (-1, p))
+        total, least, greatest = by_rows.sum(2), by_rows.amin(2), by_rows.amax(2)
+        total, least, greatest = (part.unflatten(2, (-1, p)) for part in (total, least, greatest))
+        return total.sum(3) / p**2, least.amin(3), greatest.amax(3)
+    tiles = x.unflatten(2, (-1, p)).unflatten(1, (-1, p))
+    here = may.unflatten(1, (-1, p)).unflatten(0, (-1, p))
+    count = here.sum((1, 3))
+    mean = tiles.masked_fill(~here, 0).sum((2, 4)) / count
+    least = tiles.masked_fill(~here, torch.inf).amin((2, 4))
+    greatest = tiles.masked_fill(~here, -torch.inf).amax((2, 4))
+    return mean, least.masked_fill(count == 0, torch.nan), greatest.masked_fill(count == 0, torch.nan)
+
+
+def first_forbidden(may: Bool[Tensor, "*batch row column"]) -> int:
+    """How many of the first columns every row may see."""
+    forbidden = ~may.flatten(0, -2).all(0)
+    return int(forbidden.int().argmax()) if forbidden.any() else may.shape[-1]
+
+
+def fill(x: Tensor, may: Bool[Tensor, "*batch row column"], value: float) -> Tensor:
+    """x with a value put in place of what is forbidden; only the columns where anything is are touched."""
+    free = first_forbidden(may)
+    x[..., free:].masked_fill_(~may[..., free:], value)
+    return x
 
 
 def blocks(shape: tuple[int, int, int, int], pool: int, *, causal: bool) -> Iterator[tuple[slice, slice]]:

@@ -18,6 +18,8 @@ FEW = 4
 
 def suits(call: Call) -> bool:
     """Whether the rows are so few that keys and values are best read once, where they lie."""
+    if torch.compiler.is_compiling():  # a graph of any length must not ask for it
+        return False
     return call.queries <= FEW and call.q.device.type == "cpu" and not call.needs_grad
 
 
