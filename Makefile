@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: study test check prove bench bench-full table clean
+.PHONY: study test check prove bench bench-full table screenshots clean
 
 study: $(VENV)/ready
 	$(BIN)/lengthwise study
@@ -29,6 +29,9 @@ bench-full: $(VENV)/ready
 
 table: $(VENV)/ready
 	$(BIN)/python docs/tables.py
+
+screenshots: $(VENV)/ready
+	LENGTHWISE_SCREENSHOTS=docs $(BIN)/pytest tests/test_page_pictures.py
 
 # One virtual environment, made anew when the pins change.
 $(VENV)/ready: pyproject.toml

@@ -1,7 +1,7 @@
 "use strict";
 // The mean against distance: the enlarged head in front of the others of its layer, shaded by its spread.
 
-const CURVES = { width: 460, height: 250, left: 52, right: 14, top: 12, bottom: 34 };
+const CURVES = { width: 460, height: 250, left: 52, right: 14, top: 12, bottom: 40 };
 const POINTS = 240;
 
 function drawCurves() {
@@ -34,8 +34,8 @@ function fillCurves(plot, seen, box) {
     plot.append(svg("text", { x: box.left - 6, y: down(tick) + 4, "text-anchor": "end" }, said(tick, 3)));
   }
   const marks = state.log ? [0, 1, 10, 100, 1000, 10000, 100000].filter((d) => d <= last) : ticks(first, last, 5);
-  for (const tick of marks) plot.append(svg("text", { x: across(tick), y: box.height - 16, "text-anchor": "middle" }, tick.toLocaleString("en")));
-  plot.append(svg("text", { x: box.left + width / 2, y: box.height - 2, "text-anchor": "middle" }, "distance (query − key)"));
+  for (const tick of marks) plot.append(svg("text", { x: across(tick), y: box.height - 22, "text-anchor": "middle" }, tick.toLocaleString("en")));
+  plot.append(svg("text", { x: box.left + width / 2, y: box.height - 6, "text-anchor": "middle" }, "distance (query − key)"));
 
   const path = (values, from, to = (y) => y) => {
     const parts = [];

@@ -3,6 +3,7 @@
 
 const EDGE = { left: 48, top: 8, right: 62, bottom: 34 };
 const LEAST = 4;
+const MOST = 640;
 
 let mapViews = [];
 
@@ -18,7 +19,7 @@ function buildMaps() {
     return view;
   });
   find("maps").replaceChildren(...mapViews.map((view) => view.figure));
-  find("maps").classList.toggle("two", mapViews.length > 1);
+  document.querySelector("main").classList.toggle("two", mapViews.length > 1);
 }
 
 /** All there is of a layer. */
@@ -59,8 +60,11 @@ function windowOf(layer) {
 function paintHeat(view) {
   const { layer, side } = view;
   const seen = windowOf(layer);
-  const most = 720;
-  const [rows, columns] = [Math.min(seen.rows, most), Math.min(seen.columns, most)];
+  // Whole tiles need a pixel each; of single cells there are at most as many as a screen shows.
+  const { pool } = layer;
+  const tiled = layer.matrix.onlyTiles(state.head) && [seen.i, seen.j, seen.rows, seen.columns].every((n) => n % pool === 0);
+  const count = (size) => (tiled ? size / pool : Math.min(size, MOST));
+  const [rows, columns] = [count(seen.rows), count(seen.columns)];
   view.scale = scaleFor(side, layer, state.head);
   const row = Int32Array.from({ length: rows }, (_, y) => seen.i + Math.floor(((y + 0.5) * seen.rows) / rows));
   const column = Int32Array.from({ length: columns }, (_, x) => seen.j + Math.floor(((x + 0.5) * seen.columns) / columns));

@@ -37,6 +37,7 @@ async function openMatrix(layer) {
       return part ? part.cells[(i - part.i) * part.columns + j - part.j] : made.at(head, i, j);
     },
     single: (head, i, j) => !made.bounds || known(head, i, j) !== undefined,
+    onlyTiles: (head) => Boolean(made.bounds) && !parts[head].length,
     /** The least and the greatest of the tile, once openBounds was awaited. */
     bounds: (head, i, j) => made.bounds(head, i, j),
     openBounds: made.openBounds || (async () => {}),

@@ -120,26 +120,32 @@ function sharesOf(side) {
   return weights.map((x) => x / sum);
 }
 
+/** Shade the tokens; thousands of them, so only those that change are touched. */
 function drawShades() {
+  const accent = colour("--accent");
   for (const block of document.querySelectorAll(".tokens")) {
     const side = state.sides[block.dataset.side];
-    const shares = currentLayer(side) ? sharesOf(side) : null;
-    const top = shares ? shares.reduce((a, b) => (b > a ? b : a), 0) : 0;
     const layer = currentLayer(side);
-    const at = layer ? cursorOf(layer) : {};
-    const offset = layer ? offsetOf(layer) : 0;
-    for (const span of block.querySelectorAll("span")) {
+    const shares = layer ? sharesOf(side) : null;
+    const top = shares ? shares.reduce((a, b) => (b > a ? b : a), 0) : 0;
+    const { i, j } = layer ? cursorOf(layer) : {};
+    const query = layer ? i + offsetOf(layer) : NaN;
+    for (const span of block.getElementsByTagName("span")) {
       const place = Number(span.dataset.at);
-      const share = shares && shares[place] > 0 ? shares[place] : 0;
-      span.style.setProperty("--share", top ? (share / top).toFixed(3) : 0);
-      span.classList.toggle("query", place === at.i + offset);
-      span.classList.toggle("key", place === at.j);
-      span.classList.toggle("ahead", Boolean(layer && layer.causal && place > at.i + offset));
-      span.title = share ? said(share, 3) : "";
+      const share = top && shares[place] > 0 ? Math.round((100 * shares[place]) / top) : 0;
+      const kind = place === query ? "query" : place === j ? "key" : layer && layer.causal && place > query ? "ahead" : "";
+      const look = `${accent} ${share} ${kind}`;
+      if (span.look === look) continue;
+      span.look = look;
+      span.style.backgroundColor = share ? `${accent}${Math.round(share * DEEPEST).toString(16).padStart(2, "0")}` : "";
+      for (const name of ["query", "key", "ahead"]) span.classList.toggle(name, name === kind);
     }
   }
   noteText();
 }
+
+// The strongest shade, for a share of 100: dark enough to see, light enough to read on.
+const DEEPEST = 1.58;
 
 function noteText() {
   const side = state.sides[0];

@@ -18,8 +18,9 @@ const state = {
 
 const snapshotOf = (side) => state.models[side.model].snapshots[side.snapshot];
 const nameOf = (side) => {
+  const { encoding, name } = state.models[side.model];
   const { step } = snapshotOf(side);
-  return state.models[side.model].name + (step === null ? "" : `, step ${step.toLocaleString("en")}`);
+  return `${encoding}, ${name}${step === null ? "" : `, step ${step.toLocaleString("en")}`}`;
 };
 const layersOf = (side) => snapshotOf(side).views[state.what] || [];
 
