@@ -293,3 +293,19 @@ def test_on_a_phone_and_in_the_dark_nothing_runs_over_the_edge(browser, tmp_path
     page.ready()
     assert page.read("query") > 20
     page.close()
+
+
+def test_in_a_notebook_the_maps_show_themselves_cut_off_from_the_notebook(browser, tmp_path):
+    maps = position_maps(loud_model("kerple"), tokens(1), "all", tokens=TEXT)
+    cell = tmp_path / "cell.html"
+    cell.write_text(f"<!doctype html><meta charset=utf-8><script>secret = 1</script>{maps._repr_html_()}")
+    page = Seen(browser, cell)
+    (frame,) = page.tab.frames[1:]
+    frame.wait_for_selector("body[aria-busy=false]")
+    assert frame.locator("button.head").count() == 6
+    assert HOSTILE in frame.locator(".tokens span").all_text_contents()
+    assert "SecurityError" in frame.evaluate(
+        "() => { try { return String(parent.secret); } catch (error) { return error.name; } }"
+    )
+    assert not page.faults
+    page.close()

@@ -55,7 +55,7 @@ class Cells:
     def _of(block: Block, what: What, record: Record) -> Float[Tensor, "batch head row column"]:
         check_choice("what", what, KINDS, "Those are maps.")
         if what == "weights":
-            return record.weights(block.scores)
+            return record.weights(block)
         found = {"bias": block.bias, "content": block.content, "scores": block.scores}[what]
         assert found is not None, "a layer that adds nothing was refused before"
         return found

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from lengthwise.inspect.cells import KINDS, Cells
-from lengthwise.inspect.look import Layers, position_records, position_views, route_into
+from lengthwise.inspect.look import position_records, position_views, route_into
 from lengthwise.inspect.show import SEQUENCES, parse_numbers
 from lengthwise.inspect.subject import TRAINED_AT, Subject, find_subject
 from lengthwise.inspect.text import Sequences, sample
@@ -55,6 +55,7 @@ def show_page(
     for name in names:
         subject = find_subject(name, seed=seed, trust_remote_code=trust_remote_code)
         sequences = read(subject, length=length, text=text, seed=seed)
+        _check_detail(close, sequences.ids.shape[1])
         views = look(subject, sequences, layer=layer or "all", what=what, part=part)
         single = _detail(subject, sequences, close, views, part)
         models.append([*snapshots_of(name), Snapshot(views, detail=single)])
@@ -75,15 +76,15 @@ def look(
     subject: Subject, sequences: Sequences, *, layer: str, what: What | None = None, part: str | None = None
 ) -> dict[What, PositionMaps]:
     """Every view of a model, or one."""
-    layers: Layers = "all" if layer == "all" else [-1] if layer == "last" else parse_numbers("layer", layer)
+    chosen = None if layer == "all" else [-1] if layer == "last" else parse_numbers("layer", layer)
     whats: Sequence[What] | None = None if what is None else [what]
     depths = route_into(subject.model).depths
     depth = next(iter(depths.values())) if part is None else depths.get(part, 1)
-    heads = subject.model.config.get_text_config().num_attention_heads * (depth if layers == "all" else len(layers))
+    heads = subject.model.config.get_text_config().num_attention_heads * (depth if chosen is None else len(chosen))
     views = position_views(
         subject.model,
         sequences.ids,
-        layers,
+        "all" if chosen is None else chosen,
         whats,
         part=part,
         shown="first",
@@ -126,12 +127,6 @@ def _detail(
     """Every number of some heads, in every view that is not described anyway."""
     if not heads:
         return {}
-    length = sequences.ids.shape[1]
-    if len(heads) * length**2 > CELLS:
-        raise ValueError(
-            f"a page keeps {CELLS:,} single cells of named heads at most; {len(heads)} of {length:,} x {length:,} "
-            "came. Name fewer, make the text shorter, or use `lengthwise serve`, which has single cells of all."
-        )
     cells = Cells(position_records(subject.model, sequences.ids[:1], part=part))
     found: dict[What, dict[tuple[int, int], Tensor]] = {}
     for what, maps in views.items():
@@ -141,3 +136,11 @@ def _detail(
                 exact = cells.part(what, layer, head, slice(0, queries), slice(0, keys))
                 found.setdefault(what, {})[layer, head] = exact
     return found
+
+
+def _check_detail(heads: Heads, length: int) -> None:
+    if len(heads) * length**2 > CELLS:
+        raise ValueError(
+            f"a page keeps {CELLS:,} single cells of named heads at most; {len(heads)} of {length:,} x {length:,} "
+            "came. Name fewer, make the text shorter, or use `lengthwise serve`, which has single cells of all."
+        )

@@ -11,6 +11,8 @@ from typing import Any
 
 from lengthwise.encodings import ENCODINGS
 from lengthwise.runs import Run
+from lengthwise.runs.run import FINAL
+from lengthwise.runs.sealed import is_sealed
 
 STUDY = "study.json"
 USUAL = ("runs", "study")
@@ -53,14 +55,14 @@ class Library:
     def groups(self) -> list[dict[str, Any]]:
         """The names, for the page to choose from."""
         return [
-            {"label": "runs", "names": [name for name, path in self.runs().items() if Run(path).is_finished]},
+            {"label": "runs", "names": [name for name, path in self.runs().items() if is_sealed(path / FINAL)]},
             {"label": "checkpoints", "names": list(self.checkpoints())},
             {"label": "encodings at their initial parameters", "names": list(ENCODINGS)},
         ]
 
     def tables(self) -> list[dict[str, Any]]:
         """The runs with how far they are, and the table of every study."""
-        rows = [_run_row(name, Run(path)) for name, path in self.runs().items()]
+        rows = [_run_row(name, path) for name, path in self.runs().items()]
         head = ["run", "encoding", "step", "loss", "state"]
         found = [{"title": "Runs", "head": head, "rows": rows}] if rows else []
         studies = dict.fromkeys(path for root in self._roots() for path in (root, *_folders(root)))
@@ -105,9 +107,10 @@ def _named(paths: Iterator[Path]) -> dict[str, Path]:
     return found
 
 
-def _run_row(name: str, run: Run) -> list[str]:
+def _run_row(name: str, path: Path) -> list[str]:
     """A run in a line; a run that is damaged or going away is shown as such and hides no other."""
     try:
+        run = Run(path)
         config, metrics = run.config, run.metrics
         last = metrics[-1] if metrics else {}
         now = "finished" if run.is_finished else "being trained" if run.is_being_written else "stopped"

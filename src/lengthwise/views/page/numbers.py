@@ -34,7 +34,7 @@ def packed(x: np.ndarray, *, bits: int = 52, side: Side = "nearest", smooth: boo
 
 def rounded(x: np.ndarray, bits: int, side: Side) -> np.ndarray:
     """The bit patterns of numbers rounded to so many bits after the first; infinities and NaN as they are."""
-    words = x.view(np.uint32 if x.itemsize == 4 else np.uint64)
+    words: Any = x.view(np.uint32 if x.itemsize == 4 else np.uint64)
     drop = MANTISSA[x.itemsize] - bits
     if drop <= 0:
         return words
@@ -45,7 +45,7 @@ def rounded(x: np.ndarray, bits: int, side: Side) -> np.ndarray:
         # Cutting bits leads towards 0; one step more leads away from it, where the bound needs that.
         away = (x < 0) if side == "down" else (x > 0)
         found = np.where(away, words + dropped, words)
-    return np.where(np.isfinite(x), found & ~dropped, words)
+    return np.asarray(np.where(np.isfinite(x), found & ~dropped, words))
 
 
 def differences(words: np.ndarray) -> np.ndarray:

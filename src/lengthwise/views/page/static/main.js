@@ -199,4 +199,9 @@ function wire() {
 const data = JSON.parse(find("data").textContent);
 openPalettes(data.palettes);
 wire();
-if (data.models.length) start(data.models, data.title).catch((error) => fault(`The page cannot be drawn: ${error.message}`));
+// After the first frame, so that there is something to see while the maps are unpacked.
+if (data.models.length) {
+  requestAnimationFrame(() => setTimeout(() => {
+    start(data.models, data.title).catch((error) => fault(`The page cannot be drawn: ${error.message}`));
+  }));
+}
