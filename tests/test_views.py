@@ -71,7 +71,7 @@ def test_one_range_may_be_shared_and_heads_chosen():
         alibi_maps().figure(heads=[])
 
 
-@pytest.mark.parametrize("heads", [1, 5, 33])
+@pytest.mark.parametrize("heads", [1, 5, 13])
 def test_any_number_of_heads_has_its_panels(heads):
     assert len(panels(alibi_maps(41, heads).figure())) == heads
 
@@ -79,11 +79,11 @@ def test_any_number_of_heads_has_its_panels(heads):
 @pytest.mark.parametrize("form", ["png", "svg", "pdf"])
 def test_pictures_are_small_files_that_do_not_grow_with_the_square_of_the_length(form, tmp_path):
     sizes = {}
-    for length in (512, 4096):
-        path = save_picture(alibi_maps(length, 3).figure(), tmp_path / f"{length}.{form}")
+    for length in (512, 2048):
+        path = save_picture(alibi_maps(length, 2).figure(), tmp_path / f"{length}.{form}")
         sizes[length] = path.stat().st_size
     assert sizes[512] < 100_000
-    assert sizes[4096] < 1.5 * sizes[512]
+    assert sizes[2048] < 1.5 * sizes[512]
     if form == "svg":
         xml.etree.ElementTree.parse(path)
 

@@ -89,33 +89,29 @@ def export(source: str, out: str) -> str:
     return f"{export(source, out)} loads with AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)"
 
 
-def show(
-    what_to_show: Sequence[str],
-    *,
-    paper: bool,
-    out: str | None,
-    layer: str | None,
-    detail: str | None,
-    seed: int,
-    force: bool,
-    **options: Any,
-) -> str:
-    """A picture, a page, or all of the paper's."""
-    if paper:
-        from lengthwise.inspect.paper import show_paper
+def show(**options: Any) -> str:
+    """A picture, a page, or all of the paper's; what cannot be shown ends with a sentence, not with a trace."""
+    names, paper, detail = (options.pop(name) for name in ("what_to_show", "paper", "detail"))
+    decided = {name: options.pop(name) for name in ("layer", "heads", "what", "part", "length", "text") if paper}
+    try:
+        for name, value in decided.items():
+            if value is not None:
+                raise ValueError(f"the paper's figures decide {name} themselves; {value!r} came. Leave out --{name}.")
+        if paper:
+            from lengthwise.inspect.paper import show_paper
 
-        return show_paper(what_to_show, out=out, seed=seed, force=force)
-    if out is not None and out.lower().endswith(".html"):
-        from lengthwise.inspect.paging import show_page
+            return show_paper(names, **options)
+        if (options["out"] or "").lower().endswith(".html"):
+            from lengthwise.inspect.paging import show_page
 
-        return show_page(what_to_show, out=out, layer=layer, detail=detail, seed=seed, force=force, **options)
-    if detail is not None:
-        sys.exit(
-            f"lengthwise show: only a page keeps single cells; --detail {detail} came. Give --out a name in .html."
-        )
-    from lengthwise.inspect.show import show
+            return show_page(names, detail=detail, **options)
+        if detail is not None:
+            raise ValueError(f"only a page keeps single cells; --detail {detail} came. Give --out a name in .html.")
+        from lengthwise.inspect.show import show
 
-    return show(what_to_show, out=out, layer=layer or "last", seed=seed, force=force, **options)
+        return show(names, **options | {"layer": options["layer"] or "last"})
+    except (NotImplementedError, OSError, ValueError) as error:
+        sys.exit(f"lengthwise show: {error}")
 
 
 def serve_parser() -> ArgumentParser:

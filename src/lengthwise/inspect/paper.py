@@ -69,14 +69,21 @@ FIGURES = (
 )
 
 
-def show_paper(names: Iterable[str] = (), *, out: str | None = None, seed: int = 0, force: bool = False) -> str:
+def show_paper(
+    names: Iterable[str] = (),
+    *,
+    out: str | None = None,
+    seed: int = 0,
+    force: bool = False,
+    trust_remote_code: bool = False,
+) -> str:
     """Draw all figures into a folder, of trained runs where they are given; returns what each one is of."""
     folder = Path(out or "paper-figures")
     if folder.is_file():
         raise NotADirectoryError(f"the figures go into a folder; {folder} is a file. Name another.")
     for figure in FIGURES:
         checked_path(folder / f"{figure.name}.png", force=force)
-    trained = [find_subject(name, seed=seed) for name in names]
+    trained = [find_subject(name, seed=seed, trust_remote_code=trust_remote_code) for name in names]
     for subject in trained:
         if not any(figure.is_of(subject.model.config) for figure in FIGURES):
             raise ValueError(

@@ -70,8 +70,12 @@ class Run:
 
     @property
     def maps(self) -> list[Path]:
-        """The snapshots of the position maps, in order."""
-        return sorted((self.folder / MAPS).glob("step-*"))
+        """The snapshots of the position maps, in order, for `lengthwise.views.load_maps`."""
+        return sorted((self.folder / MAPS).glob("step-*.safetensors"))
+
+    def map_path(self, step: int) -> Path:
+        """Where the snapshot of a step is, or will be."""
+        return self.folder / MAPS / f"step-{step:08d}.safetensors"
 
     @property
     def is_finished(self) -> bool:

@@ -87,14 +87,9 @@ class RunWriter:
         self._metrics.close()
         os.replace(partial, self.folder / METRICS)
         self._metrics = self._open_metrics()
-        for path in (self.folder / MAPS).glob("step-*"):
+        for path in (self.folder / MAPS).glob("step-*.safetensors"):
             if int(path.stem.removeprefix("step-")) > step:
                 path.unlink()
-
-    def map_path(self, step: int) -> Path:
-        """Where the position maps of a step go, without a suffix."""
-        (self.folder / MAPS).mkdir(exist_ok=True)
-        return self.folder / MAPS / f"step-{step:08d}"
 
     def begin_checkpoint(self, step: int) -> Path:
         """A folder to fill with the state after a step."""

@@ -23,6 +23,7 @@ MAY_CHANGE = (
     "recompute",
     "checkpoint_every",
     "keep",
+    "maps_every",
     "log_every",
     "tensorboard",
 )
@@ -116,6 +117,7 @@ class TrainConfig:
     evaluate_every: int = _option(250, "steps between measurements of the held-out loss")
     evaluate_lengths: list[int] | None = _option(None, "at which lengths; 1, 2, 4 times --length")  # noqa: RUF009
     evaluate_tokens: int = _option(16_384, "held-out tokens measured at each length")
+    maps_every: int = _option(0, "steps between snapshots of the position maps; 0 for none")
     log_every: int = _option(50, "steps between log lines where there is no terminal")
     tensorboard: bool = _option(False, "write events for TensorBoard too")
     dry_run: bool = _option(False, "say what would be trained, and stop")
@@ -159,7 +161,7 @@ class Settings(TrainConfig):
         counts = ("batch_tokens", "micro_batch", "steps", "checkpoint_every", "keep", "evaluate_every")
         for name in (*counts, "evaluate_tokens", "log_every"):
             check_whole(name, getattr(self, name), "Change it.")
-        for name in ("warmup", "seed"):
+        for name in ("warmup", "seed", "maps_every"):
             check_whole(name, getattr(self, name), "Change it.", least=0)
         for name in ("learning_rate", "final_learning_rate", "clip"):
             check_number(name, getattr(self, name), "Change it.")

@@ -4,7 +4,8 @@ import logging
 
 import numpy as np
 import torch
-from torch import nn
+from jaxtyping import Int
+from torch import Tensor, nn
 
 from lengthwise.data import Tokens
 from lengthwise.data.batches import document_positions
@@ -37,6 +38,12 @@ class HeldOut:
                 )
             log.info("the held-out loss is not measured at %d tokens: %s", length, fault)
             self.lengths.remove(length)
+
+    def sample(self) -> Int[Tensor, "batch position"]:
+        """Two sequences of the training length: what the snapshots of the position maps are taken on."""
+        length = self.config.length
+        count = min(2, len(self.tokens) // length)
+        return torch.from_numpy(self.tokens.read(0, count * length)).view(count, length)
 
     @torch.no_grad()
     def losses(self, objective: nn.Module, world: World, precision: torch.dtype) -> dict[str, float]:

@@ -28,6 +28,7 @@ from lengthwise.train.held_out import HeldOut
 from lengthwise.train.keeping import begin, finish, save_checkpoint, whole_weights
 from lengthwise.train.processes import Objective, World, clip, families, processes
 from lengthwise.train.schedule import learning_rate
+from lengthwise.train.snapshot import save_snapshot
 from lengthwise.train.state import load, seed_everything
 from lengthwise.train.telling import Board, Progress, Signals
 
@@ -124,6 +125,8 @@ def run(settings: Settings, world: World) -> None:
             line |= {"seconds": round(time.monotonic() - began, 3), "lr": rate, "gradient": gradient}
             if step % settings.evaluate_every == 0 or step == settings.steps:
                 line["held_out"] = held_out.losses(objective, world, precision)
+            if settings.maps_every and (step % settings.maps_every == 0 or step == settings.steps):
+                save_snapshot(Run(settings.out).map_path(step), model, held_out.sample(), world)
             if writer is not None:
                 writer.log(line)
             board.add(line)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lengthwise.bias import TILES, Bias, DistanceBias, FunctionBias, LevelBias, wide
+from lengthwise.bias import TILES, Bias, DistanceBias, FunctionBias, LevelBias, LineBias, wide
 from lengthwise.views.maps import LayerMap, PositionMaps, What
 from lengthwise.views.page.numbers import packed
 from lengthwise.views.tiles import Tiles
@@ -87,6 +87,13 @@ def _bias(bias: Bias) -> dict[str, Any] | None:
         }
     if isinstance(bias, LevelBias):
         return {"kind": "level", **_levels(bias.query_level, bias.key_level, bias.slope)}
+    if isinstance(bias, LineBias):
+        return {
+            "kind": "line",
+            "curve": _bias(bias.curve),
+            "factor": packed(_array(bias.factor[0].double())),
+            **{name: packed(_array(getattr(bias, name).double())) for name in ("knots", "slope", "intercept")},
+        }
     if isinstance(bias, FunctionBias):
         names = [name for name, function in TILES.items() if function is bias.function]
         name = FUNCTIONS.get(names[0]) if names else None

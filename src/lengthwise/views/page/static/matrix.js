@@ -84,6 +84,20 @@ const KINDS = {
     return { at: (head, i, j) => round(-slope(head, i) * round(Math.abs(query(head, i) - key(head, j)))) };
   },
 
+  async line(said) {
+    const curve = await KINDS.distance(said.curve);
+    const [factor, knots, slope, intercept] = await Promise.all([said.factor, said.knots, said.slope, said.intercept].map(numbers));
+    return {
+      at(head, i, j) {
+        const x = round(factor[i] * curve.at(0, i, j));
+        let line = 0;
+        while (line < knots.length && knots[line] <= x) line++;
+        const place = head * (knots.length + 1) + line;
+        return slope[place] * x + intercept[place];
+      },
+    };
+  },
+
   async function(said) {
     return { at: await FUNCTIONS[said.function](said) };
   },

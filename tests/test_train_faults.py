@@ -1,0 +1,224 @@
+"""What can go wrong in a run, what is left of it then, and what its user reads."""
+
+import dataclasses
+import os
+import re
+import resource
+import signal
+import threading
+
+import pytest
+import yaml
+from train_kit import assert_same_run, in_processes, small_config
+
+from lengthwise.cli import main
+from lengthwise.runs import Run, RunWriter
+from lengthwise.train import loop, train
+
+
+def at_step(step, do, monkeypatch):
+    """Do something as a step's line is written."""
+    log = RunWriter.log
+
+    def logged(self, line):
+        log(self, line)
+        if line["step"] == step:
+            do()
+
+    monkeypatch.setattr(RunWriter, "log", logged)
+
+
+def stop_after(step, config, monkeypatch):
+    """A run that a signal ended early."""
+    with monkeypatch.context() as patch:
+        at_step(step, lambda: os.kill(os.getpid(), signal.SIGTERM), patch)
+        with pytest.raises(loop.Stopped):
+            train(config)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda s: s.name)
+def test_a_signal_ends_a_run_with_a_checkpoint_and_the_shells_exit_code(tmp_path, monkeypatch, capsys, number):
+    config = small_config(tmp_path)
+    whole = train(small_config(tmp_path, "whole"))
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({k: v for k, v in dataclasses.asdict(config).items() if v is not None}))
+    handler = signal.getsignal(number)
+    with monkeypatch.context() as patch:
+        at_step(6, lambda: os.kill(os.getpid(), number), patch)
+        with pytest.raises(SystemExit) as ended:
+            main(["train", "--config", str(path)])
+    assert ended.value.code == 128 + number
+    said = capsys.readouterr().err
+    assert (
+        f"stopped after step 7 of 11, with a checkpoint. Go on with: lengthwise train --resume --out {config.out}"
+        in said
+    )
+    assert signal.getsignal(number) == handler
+    assert Run(config.out).checkpoints[-1].name == "step-00000007"
+    main(["train", "--resume", "--out", config.out])
+    assert_same_run(Run(config.out), whole)
+
+
+def test_a_run_may_be_trained_outside_the_main_thread(tmp_path):
+    thread = threading.Thread(target=train, args=(small_config(tmp_path, steps=2, warmup=0),))
+    thread.start()
+    thread.join()
+    assert Run(tmp_path / "run").is_finished
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "missing", "seal"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(tmp_path, monkeypatch, caplog, damage):
+    whole = train(small_config(tmp_path, "whole"))
+    config = small_config(tmp_path)
+    stop_after(8, config, monkeypatch)
+    before, newest = Run(config.out).checkpoints[-2:]
+    weights = next(newest.glob("*.safetensors"))
+    content = weights.read_bytes()
+    if damage == "flip":
+        weights.write_bytes(content[:-99] + bytes([content[-99] ^ 1]) + content[-98:])
+    elif damage == "truncate":
+        weights.write_bytes(content[: len(content) // 2])
+    elif damage == "missing":
+        weights.unlink()
+    else:
+        (newest / "seal.json").write_text('{"sha256": {"../../config.yaml": "0"}}')
+    train(dataclasses.replace(config, resume=True))
+    assert f"checkpoint {newest} is damaged: " in caplog.text
+    assert "Falling back to the one before it" in caplog.text
+    assert before.name == "step-00000008"
+    assert_same_run(Run(config.out), whole)
+
+
+def test_without_one_whole_checkpoint_nothing_is_resumed(tmp_path, monkeypatch):
+    config = small_config(tmp_path)
+    stop_after(2, config, monkeypatch)
+    for checkpoint in Run(config.out).checkpoints:
+        (checkpoint / "seal.json").write_text("{")
+    with pytest.raises(
+        ValueError, match=r"must have one whole checkpoint; all of .* are damaged, .* its seal cannot be"
+    ):
+        train(dataclasses.replace(config, resume=True))
+
+
+def test_a_disk_that_is_full_leaves_the_checkpoints_before_it_and_says_so(tmp_path, capfd):
+    whole = train(small_config(tmp_path, "whole"))
+    config = small_config(tmp_path)
+
+    def fill():
+        log = RunWriter.log
+
+        def logged(self, line):
+            log(self, line)
+            if line["step"] == 8:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+        RunWriter.log = logged
+        train(config)
+
+    assert in_processes(fill) == [1]
+    said = capfd.readouterr().err
+    assert f"OSError: the checkpoint of step 8 could not be written to {config.out}" in said
+    assert "Checkpoints before it are whole. Make room, then: lengthwise train --resume" in said
+    assert [path.name for path in Run(config.out).checkpoints] == ["step-00000004"]
+    train(dataclasses.replace(config, resume=True))
+    assert_same_run(Run(config.out), whole)
+
+
+def test_a_loss_that_is_not_a_number_ends_the_run_and_is_not_kept(tmp_path, monkeypatch):
+    config = small_config(tmp_path)
+    forward = loop.Objective.forward
+
+    def broken(self, *arguments):
+        loss = forward(self, *arguments)
+        return loss * float("nan") if len(Run(config.out).metrics) == 6 and self.training else loss
+
+    monkeypatch.setattr(loop.Objective, "forward", broken)
+    with pytest.raises(
+        FloatingPointError, match=r"at step 7 the loss is nan .* last good checkpoint is .*step-00000004"
+    ):
+        train(config)
+    assert len(Run(config.out).metrics) == 6
+    assert [path.name for path in Run(config.out).checkpoints] == ["step-00000004"]
+
+
+def test_two_runs_in_one_folder_are_refused_while_and_after(tmp_path):
+    config = small_config(tmp_path, steps=2, warmup=0)
+    with RunWriter(config.out), pytest.raises(BlockingIOError, match="another process is writing to"):
+        train(config)
+    train(config)
+    with pytest.raises(FileExistsError, match=r"has a run\. Choose another --out, or add --resume"):
+        train(config)
+    before = (Run(config.out).final / "model.safetensors").stat().st_mtime_ns
+    assert train(dataclasses.replace(config, resume=True)).is_finished
+    assert (Run(config.out).final / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_a_run_is_resumed_as_it_was_started_or_not_at_all(tmp_path, monkeypatch):
+    config = small_config(tmp_path)
+    stop_after(2, config, monkeypatch)
+    again = dataclasses.replace(config, resume=True)
+    with pytest.raises(ValueError, match=r"another seed: 1337 then, 7 now, steps: 11 then, 12 now\. Leave these out"):
+        train(dataclasses.replace(again, steps=12, seed=7))
+    (tmp_path / "corpus/new.txt").write_text("one more")
+    with pytest.raises(ValueError, match=r"resumed with the data it was started with; .* has changed since"):
+        train(again)
+
+
+def test_a_config_of_another_version_is_refused(tmp_path, monkeypatch, capsys):
+    config = small_config(tmp_path)
+    with pytest.raises(ValueError, match="the config must be of version 1; 2 came"):
+        train(dataclasses.replace(config, version=2))
+    stop_after(2, config, monkeypatch)
+    path = tmp_path / "run/config.yaml"
+    path.write_text(path.read_text().replace("version: 1", "version: 2\nnovelty: 3"))
+    with pytest.raises(SystemExit, match="the run's config must be of version 1; it is of 2"):
+        main(["train", "--resume", "--out", config.out])
+
+
+def test_a_config_cannot_bring_objects(tmp_path, capsys):
+    path = tmp_path / "config.yaml"
+    path.write_text("out: !!python/object/apply:os.system ['touch /tmp/owned']\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--config", str(path)])
+    assert ended.value.code == 2
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(path.read_text())
+    with pytest.raises(ValueError, match="must be YAML of plain values"):
+        _ = Run(run).config
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"out": ""}, "--out is empty"),
+        ({"preset": "huge"}, "unknown preset 'huge'; there are 'nano', 'tiny'"),
+        ({"encoding": "cabel"}, "Did you mean 'cable'"),
+        ({"length": 1}, "a length must be a whole number, 2 or more; 1 came"),
+        ({"batch_tokens": 100}, "whole sequences of 33; 100 came. Use 99."),
+        ({"steps": 0}, "steps must be a whole number, 1 or more; 0 came"),
+        ({"warmup": 11}, "warmup must end before the last step, 11; 11 came"),
+        ({"learning_rate": -1.0}, "learning_rate must be a number above 0; -1.0 came"),
+        ({"evaluate_lengths": [33, 9999]}, "measured at 9999 tokens; the held-out split has"),
+        ({"encoding": "learned", "evaluate_lengths": [34]}, "the encoding 'learned' ends at 33"),
+        ({"length": 20_011, "batch_tokens": 20_011}, "one sequence of 20011 tokens at least; it has"),
+        ({"held_out": "no/where/at/all"}, "which is none of them here"),
+        ({"sizes": {"n_head": 5}}, "the heads must divide the width"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_trained_is_said(tmp_path, changes, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        train(small_config(tmp_path, **changes))
+
+
+def test_held_out_text_shorter_than_a_sequence_is_refused(tmp_path):
+    (tmp_path / "short.txt").write_text("short")
+    with pytest.raises(ValueError, match=r"measured at 33 tokens; the held-out split has 6 tokens\. Give --held_out"):
+        train(small_config(tmp_path, held_out=str(tmp_path / "short.txt")))
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        train(small_config(tmp_path, out=str(tmp_path / "file/run")))
