@@ -4,6 +4,7 @@ import base64
 import json
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 import yaml
@@ -18,7 +19,7 @@ from lengthwise.study.study import run_study
 from lengthwise.study.training import Outcome
 from lengthwise.train import train
 
-CONFIGS = sorted((study_module.Path(study_module.__file__).parent / "configs").glob("*.yaml"))
+CONFIGS = sorted((Path(__file__).parents[1] / "configs/studies").glob("*.yaml"))
 
 
 def small(tmp_path, **changes: object) -> StudyConfig:
@@ -27,6 +28,7 @@ def small(tmp_path, **changes: object) -> StudyConfig:
     if not corpus.exists():
         corpus.write_text("".join(f"{n} crows & {n * n % 97} <ships> came by.\n" for n in range(1500)))
     sizes = {"data": str(corpus), "tokenizer": "bytes", "length": 32, "batch_tokens": 64, "micro_batch": 2, "steps": 3}
+    sizes["sizes"] = {"n_layer": 1, "n_embd": 24, "n_head": 3}
     plain = {"out": str(tmp_path / "out"), "encodings": ["alibi", "learned"], "warmup": 1, "windows": 5}
     return StudyConfig(**(sizes | plain | {"lengths": [32, 64], "title": "Crows <b>"} | changes))
 
@@ -87,7 +89,7 @@ def test_a_run_that_fails_is_reported_and_the_rest_goes_on_and_later_it_is_tried
 
 def test_without_training_a_study_gathers_what_is_there(tmp_path, in_process):
     config = small(tmp_path, train=False)
-    assert "nothing to compare" in (study_module.Path(run_study(config).split()[-1])).read_text()
+    assert "nothing to compare" in (Path(run_study(config).split()[-1])).read_text()
     train(parts(config)[0].config)
     said = run_study(config)
     assert "learned-1337 is missing: not trained yet" in said

@@ -25,11 +25,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     export.add_argument("source", metavar="RUN_OR_CHECKPOINT", help="a run, a checkpoint folder, or a name on the hub")
     export.add_argument("--out", required=True, help="the folder to write, new or empty")
     commands.add_subcommand("export", export, help="a checkpoint as a folder that loads where Lengthwise is not there")
-    commands.add_subcommand("show", show_parser(), help="a picture of the positional part of every head")
+    commands.add_subcommand("show", show_parser(), help="a picture or a page of the positional part of every head")
     commands.add_subcommand("serve", serve_parser(), help="the interactive page over runs and checkpoints")
-    commands.add_subcommand("evaluate", evaluate_parser(), help="perplexity against length, and tasks")
     trainer = train_parser()
     commands.add_subcommand("train", trainer, help="train one model; the same command under torchrun")
+    commands.add_subcommand("evaluate", evaluate_parser(), help="perplexity against length, and tasks")
     commands.add_subcommand("study", study_parser(), help="train, measure and compare several encodings: one report")
     chosen = parser.parse_args(argv)
     if chosen.subcommand == "train" and chosen.train.resume:
@@ -89,6 +89,45 @@ def export(source: str, out: str) -> str:
     return f"{export(source, out)} loads with AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)"
 
 
+def train_parser() -> ArgumentParser:
+    """One option for each field of the config; `--config` reads a file first, and `--resume` the run's own."""
+    parser = ArgumentParser(description="Train one model. What is left out comes from the preset's recipe.")
+    parser.add_argument("--config", action="config", help="a YAML file with any of these options")
+    kinds = get_type_hints(TrainConfig)
+    for option in fields(TrainConfig):
+        kind = {"action": ActionYesNo} if kinds[option.name] is bool else {"type": kinds[option.name]}
+        parser.add_argument(f"--{option.name}", default=option.default, help=option.metadata["help"], **kind)
+    return parser
+
+
+def config_of_run(out: str) -> list[str]:
+    """The config file of a run that this version can go on with."""
+    from lengthwise.runs.run import CONFIG, read_config
+
+    path = Path(out) / CONFIG
+    return [str(path)] if path.is_file() and read_config(path).get("version") == FORMAT else []
+
+
+def train(**options: Any) -> str:
+    """One run; a signal ends it with a checkpoint and the exit code that shells expect."""
+    config = TrainConfig(**{option.name: options[option.name] for option in fields(TrainConfig)})
+    if config.dry_run:
+        from lengthwise.train.plan import plan
+
+        return plan(config)
+    from lengthwise.train.loop import Stopped, train
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        run = train(config)
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        sys.exit(128 + stopped.number)
+    except (ArithmeticError, ImportError, LookupError, OSError, ValueError) as error:
+        sys.exit(f"lengthwise train: {error}")
+    return f"{run.final} has the model"
+
+
 def show(**options: Any) -> str:
     """A picture, a page, or all of the paper's; what cannot be shown ends with a sentence, not with a trace."""
     names, paper, detail = (options.pop(name) for name in ("what_to_show", "paper", "detail"))
@@ -140,7 +179,7 @@ def serve(sources: list[str], port: int, max_tokens: int) -> str:
 def evaluate_parser() -> ArgumentParser:
     """What to measure, and how."""
     parser = ArgumentParser()
-    parser.add_argument("sources", metavar="RUN", nargs="+", help="runs, checkpoint folders or hub names; NAME=RUN")
+    parser.add_argument("sources", metavar="RUN", nargs="*", help="runs, checkpoint folders or hub names; NAME=RUN")
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512, 1024], help="in tokens")
     parser.add_argument(
         "--protocol",
@@ -155,7 +194,7 @@ def evaluate_parser() -> ArgumentParser:
     parser.add_argument("--rope", type=str, nargs="+", default=[], help="RoPE scalings to compare, as yarn:8")
     parser.add_argument("--tasks", type=str, nargs="+", default=[], help="synthetic tasks, e.g. copy passkey")
     parser.add_argument("--examples", type=int, default=100, help="of each task, length and depth")
-    parser.add_argument("--device", default="cpu", help="where the models run")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, or auto")
     parser.add_argument("--out", type=str | None, help="a folder for JSON, CSV, Markdown, LaTeX and figures")
     return parser
 
@@ -186,47 +225,8 @@ def evaluate(
     return "\n".join([found.text(), *(f"wrote {path}" for path in written)])
 
 
-def train_parser() -> ArgumentParser:
-    """One option for each field of the config; `--config` reads a file first, and `--resume` the run's own."""
-    parser = ArgumentParser(description="Train one model. What is left out comes from the preset's recipe.")
-    parser.add_argument("--config", action="config", help="a YAML file with any of these options")
-    kinds = get_type_hints(TrainConfig)
-    for option in fields(TrainConfig):
-        kind = {"action": ActionYesNo} if kinds[option.name] is bool else {"type": kinds[option.name]}
-        parser.add_argument(f"--{option.name}", default=option.default, help=option.metadata["help"], **kind)
-    return parser
-
-
-def config_of_run(out: str) -> list[str]:
-    """The config file of a run that this version can go on with."""
-    from lengthwise.runs.run import CONFIG, read_config
-
-    path = Path(out) / CONFIG
-    return [str(path)] if path.is_file() and read_config(path).get("version") == FORMAT else []
-
-
-def train(**options: Any) -> str:
-    """One run; a signal ends it with a checkpoint and the exit code that shells expect."""
-    config = TrainConfig(**{option.name: options[option.name] for option in fields(TrainConfig)})
-    if config.dry_run:
-        from lengthwise.train.plan import plan
-
-        return plan(config)
-    from lengthwise.train.loop import Stopped, train
-
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    try:
-        run = train(config)
-    except Stopped as stopped:
-        print(stopped, file=sys.stderr)
-        sys.exit(128 + stopped.number)
-    except (ArithmeticError, ImportError, LookupError, OSError, ValueError) as error:
-        sys.exit(f"lengthwise train: {error}")
-    return f"{run.final} has the model"
-
-
 def study_parser() -> ArgumentParser:
-    """One option for each field of the study's config; `--config` takes a file or the name of one that ships."""
+    """One option for each field of the study's config; `--config` reads a file first."""
     from lengthwise.study.config import StudyConfig
 
     parser = ArgumentParser(description="Train several encodings, measure them, draw their heads, write one report.")

@@ -78,7 +78,7 @@ class Measurement:
         return [*(folder / name for name in texts), *drawn]
 
 
-def measure(sources: Sequence[str], what: Measure, *, device: str = "cpu") -> Measurement:
+def measure(sources: Sequence[str], what: Measure, *, device: str = "auto") -> Measurement:
     """Load, measure and compare runs, checkpoints and names on the hub; NAME=SOURCE gives one a name."""
     named = [_named(source) for source in sources]
     check_names([name for name, _ in named])

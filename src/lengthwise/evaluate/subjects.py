@@ -35,13 +35,14 @@ class Subject:
 
 
 def load_subject(
-    source: str | Path, *, name: str | None = None, device: str = "cpu", dtype: torch.dtype = torch.float32
+    source: str | Path, *, name: str | None = None, device: str = "auto", dtype: torch.dtype = torch.float32
 ) -> Subject:
     """A run's final model, a checkpoint folder, or a name on the hub."""
     import lengthwise.model  # registers our models with the Auto classes
 
     assert lengthwise.model
     folder = Run(source).final if Run.is_run(source) else source
+    place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -50,7 +51,7 @@ def load_subject(
             f"{str(source)!r} must be a run, a folder with a causal language model and its tokenizer, or a name on the "
             f"hub; it could not be loaded: {str(error).splitlines()[0]} Check the path."
         ) from error
-    return Subject(name or Path(source).resolve().name, model.to(device).eval(), tokenizer)
+    return Subject(name or Path(source).resolve().name, model.to(place).eval(), tokenizer)
 
 
 def scaled_subjects(subject: Subject, scalings: Sequence[Scaling]) -> list[Subject]:

@@ -32,6 +32,7 @@ class StudyConfig:
         default_factory=lambda: [1337], metadata={"help": "each encoding is trained once with each"}
     )
     preset: str = _option("nano", "the size: nano, tiny, small, medium or large")
+    sizes: dict[str, Any] | None = field(default=None, metadata={"help": 'other than the preset: {"n_layer": 2}'})
     data: str = _option("stdlib", "what is trained on, as in training")
     tokenizer: str | None = _option(None, "as in training")
     length: int | None = _option(None, "the training length")
@@ -41,12 +42,13 @@ class StudyConfig:
     learning_rate: float | None = _option(None, "its highest value")
     final_learning_rate: float | None = _option(None, "its value at the end")
     warmup: int | None = _option(None, "steps until the highest value")
+    device: str = _option("auto", "cpu, cuda, or auto")
     lengths: list[int] | None = field(
         default=None, metadata={"help": "measured at; 1, 2, 4, 8 and 16 times the training length"}
     )
     protocol: Literal["fair", "paper", "sliding"] = field(default="fair", metadata={"help": "which tokens are scored"})
     text: str | None = _option(None, "the source whose held-out text is used; that of --data")
-    windows: int = _option(96, "windows at most, at each length")
+    windows: int = _option(64, "windows at most, at each length")
     stride: int | None = _option(None, "tokens scored in a window")
     rope: list[str] = field(
         default_factory=list, metadata={"help": "RoPE scalings to compare as rows of their own, as yarn:8"}

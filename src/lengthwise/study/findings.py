@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 
-import lengthwise
+from lengthwise import __version__
 from lengthwise.evaluate import LengthTable
 from lengthwise.evaluate.task_scores import TaskScore
 from lengthwise.study.config import StudyConfig
@@ -108,7 +108,7 @@ def born(command: str) -> dict[str, Any]:
         "date": datetime.now(UTC).date().isoformat(),
         "machine": f"{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
         "versions": {
-            "lengthwise": lengthwise.__version__,
+            "lengthwise": __version__,
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,

@@ -13,6 +13,7 @@ from lengthwise.train.config import Settings, TrainConfig
 
 SHARED = (
     "preset",
+    "sizes",
     "data",
     "tokenizer",
     "length",
@@ -22,6 +23,7 @@ SHARED = (
     "learning_rate",
     "final_learning_rate",
     "warmup",
+    "device",
 )
 """The fields that every run of a study has from its config."""
 

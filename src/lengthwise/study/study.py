@@ -8,7 +8,6 @@ out/report.html     the report; report.md the same without pictures, study.json 
 """
 
 import dataclasses
-import hashlib
 import json
 import logging
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from lengthwise.data.tokens import file_hash
 from lengthwise.encodings.registry import find
 from lengthwise.evaluate import LengthTable, Score
 from lengthwise.evaluate.measuring import Measure, held_out_text, score_subject
@@ -64,7 +64,7 @@ def run_study(config: StudyConfig) -> str:
             if part.is_finished:
                 progress.begin(f"measuring {part.name}")
                 try:
-                    found = measured(part, what, out)
+                    found = measured(part, what, out, config.device)
                 except (ArithmeticError, LookupError, OSError, RuntimeError, ValueError) as error:
                     log.warning("%s could not be measured: %s", part.name, error)
                     missing[part.name] = f"could not be measured: {error}"
@@ -96,17 +96,17 @@ def measure_of(config: StudyConfig, part: Part) -> Measure:
     )
 
 
-def measured(part: Part, what: Measure, out: Path) -> tuple[list[Score], list[TaskScore]]:
+def measured(part: Part, what: Measure, out: Path, device: str) -> tuple[list[Score], list[TaskScore]]:
     """The scores of a finished run and the picture of its heads, from their files if they are of this model."""
     assert part.run is not None
     final = part.run.final
-    weights = hashlib.sha256((final / "model.safetensors").read_bytes()).hexdigest()
+    weights = [file_hash(path) for path in sorted(final.glob("*.safetensors"))]
     key = json.loads(json.dumps({"measure": dataclasses.asdict(what), "weights": weights}))
     kept, picture = out / "scores" / f"{part.name}.json", out / "maps" / f"{part.name}.png"
     found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
     subject = None
     if found.get("key") != key:
-        subject = load_subject(final, name=part.name)
+        subject = load_subject(final, name=part.name, device=device)
         scores = score_subject(subject, what)
         tasks = [
             score
@@ -122,7 +122,7 @@ def measured(part: Part, what: Measure, out: Path) -> tuple[list[Score], list[Ta
         _replace(kept, json.dumps(found))
         picture.unlink(missing_ok=True)
     if not picture.exists():
-        draw(subject or load_subject(final, name=part.name), what, picture)
+        draw(subject or load_subject(final, name=part.name, device=device), what, picture)
     return [Score.from_json(s) for s in found["scores"]], [TaskScore(**s) for s in found["tasks"]]
 
 
@@ -132,7 +132,7 @@ def draw(subject: Subject, what: Measure, path: Path) -> None:
     text = held_out_text(subject, what)
     # From the middle: the first document often begins with a licence.
     first = max(0, len(text) // 2 - length // 2)
-    ids = torch.from_numpy(text.tokens[None, first : first + length].copy())
+    ids = torch.from_numpy(text.tokens[None, first : first + length].copy()).to(subject.model.device)
     adds = find(subject.model.config.encoding).overrides("bias")
     maps = position_maps(subject.model, ids, layer=-1, what="bias" if adds else "scores")
     path.parent.mkdir(parents=True, exist_ok=True)

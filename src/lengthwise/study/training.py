@@ -12,7 +12,7 @@ from pathlib import Path
 from lengthwise.runs import Run
 from lengthwise.study.parts import Part
 
-POLL = 0.5
+POLL = 1.0
 
 
 @dataclass(frozen=True)
