@@ -1,10 +1,13 @@
 """The page in a real browser: its numbers are the tensors', every control does what it says, and nothing gets out."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from browser_kit import Seen, needs_chromium, open_browser
 from model_kit import LENGTH, loud_model, tokens
 
+from lengthwise.encodings.fire import fire_lines
 from lengthwise.inspect import position_maps, position_views
 from lengthwise.inspect.cells import Cells
 from lengthwise.inspect.look import position_records
@@ -43,9 +46,16 @@ def open_page(browser, path, page: Page, **options: object) -> Seen:
     return found
 
 
-@pytest.mark.parametrize("case", ["kerple", "alibi", "cable", "k-cable", "fire-short", "t5", "dapev2-cable"])
+def as_lines(views):
+    """The same views with FIRE's function as the straight lines that it is made of."""
+    bias = views["bias"]
+    maps = tuple(replace(one, described=fire_lines(*one.described.tensors)) for one in bias.maps)
+    return views | {"bias": replace(bias, maps=maps)}
+
+
+@pytest.mark.parametrize("case", ["kerple", "alibi", "cable", "k-cable", "fire-short", "lines", "t5", "dapev2-cable"])
 def test_numbers_read_from_the_page_are_those_of_the_tensors(browser, tmp_path, case):
-    found = views(case)
+    found = views(case) if case != "lines" else as_lines(views("fire-short"))
     page = open_page(browser, tmp_path, Page([[Snapshot(found)]]))
     page.tab.click("button.head[data-layer='1'][data-head='2']")
     for i, j in PAIRS:

@@ -17,7 +17,19 @@ from typing import Any
 import matplotlib
 
 STATIC = Path(__file__).parent / "static"
-SCRIPTS = ("numbers", "matrix", "colours", "state", "picture", "overview", "enlarged", "curves", "reading", "main")
+SCRIPTS = (
+    "numbers",
+    "matrix",
+    "colours",
+    "state",
+    "picture",
+    "overview",
+    "enlarged",
+    "moving",
+    "curves",
+    "reading",
+    "main",
+)
 """In the order in which each needs those before it."""
 
 LIVE = "live"

@@ -30,17 +30,20 @@ function fillCurves(plot, seen, box) {
   const down = (y) => box.top + ((scale.high - y) / (scale.high - scale.low)) * height;
 
   for (const tick of ticks(scale.low, scale.high, 5)) {
-    plot.append(svg("line", { class: tick === 0 ? "zero" : "rule", x1: box.left, x2: box.left + width, y1: down(tick), y2: down(tick) }));
+    const line = { x1: box.left, x2: box.left + width, y1: down(tick), y2: down(tick) };
+    plot.append(svg("line", { class: tick === 0 ? "zero" : "rule", ...line }));
     plot.append(svg("text", { x: box.left - 6, y: down(tick) + 4, "text-anchor": "end" }, said(tick, 3)));
   }
   const marks = state.log ? [0, 1, 10, 100, 1000, 10000, 100000].filter((d) => d <= last) : ticks(first, last, 5);
-  for (const tick of marks) plot.append(svg("text", { x: across(tick), y: box.height - 22, "text-anchor": "middle" }, tick.toLocaleString("en")));
-  plot.append(svg("text", { x: box.left + width / 2, y: box.height - 6, "text-anchor": "middle" }, "distance (query − key)"));
+  const below = (x, y, words) => plot.append(svg("text", { x, y: box.height - y, "text-anchor": "middle" }, words));
+  for (const tick of marks) below(across(tick), 22, tick.toLocaleString("en"));
+  below(box.left + width / 2, 6, "distance (query − key)");
 
   const path = (values, from, to = (y) => y) => {
     const parts = [];
     for (const place of places(values.length, from)) {
-      if (!Number.isNaN(values[place])) parts.push(`${across(from + place).toFixed(1)},${down(to(values[place], place)).toFixed(1)}`);
+      if (Number.isNaN(values[place])) continue;
+      parts.push(`${across(from + place).toFixed(1)},${down(to(values[place], place)).toFixed(1)}`);
     }
     return parts;
   };
@@ -52,22 +55,26 @@ function fillCurves(plot, seen, box) {
     const { profile } = layer;
     if (place === 0) {
       for (let head = 0; head < layer.heads; head++) {
-        if (head !== state.head) inner.append(svg("polyline", { class: "other", points: path(profile.mean(head), profile.first).join(" ") }));
+        if (head === state.head) continue;
+        inner.append(svg("polyline", { class: "other", points: path(profile.mean(head), profile.first).join(" ") }));
       }
     }
     const [mean, spread] = [profile.mean(state.head), profile.spread(state.head)];
     if (spread && spread.some((x) => x > 0)) {
       const above = path(mean, profile.first, (y, at) => y + spread[at]);
-      const below = path(mean, profile.first, (y, at) => y - spread[at]).reverse();
-      inner.append(svg("polygon", { class: "spread", points: [...above, ...below].join(" ") }));
+      const beneath = path(mean, profile.first, (y, at) => y - spread[at]).reverse();
+      inner.append(svg("polygon", { class: "spread", points: [...above, ...beneath].join(" ") }));
     }
     if (layer.kernel) inner.append(svg("polyline", { class: "kernel", points: path(kernelOf(layer), 0).join(" ") }));
-    inner.append(svg("polyline", { class: place ? "chosen second" : "chosen", points: path(mean, profile.first).join(" ") }));
+    const points = path(mean, profile.first).join(" ");
+    inner.append(svg("polyline", { class: place ? "chosen second" : "chosen", points }));
   });
   const distance = currentDistance();
-  plot.append(svg("line", { class: "here", x1: across(distance), x2: across(distance), y1: box.top, y2: box.top + height }));
+  const here = across(distance);
+  plot.append(svg("line", { class: "here", x1: here, x2: here, y1: box.top, y2: box.top + height }));
   const name = seen.map(({ layer }) => meanAt(layer, distance)).map((one) => said(one && one.mean)).join(" and ");
-  plot.setAttribute("aria-label", `Mean by distance of head ${state.head + 1}; at distance ${distance} it is ${name}. Left and right keys change the distance.`);
+  const now = `at distance ${distance} it is ${name}. Left and right keys change the distance.`;
+  plot.setAttribute("aria-label", `Mean by distance of head ${state.head + 1}; ${now}`);
   listenCurves(plot, box, first, last, width);
 }
 

@@ -10,8 +10,9 @@ async function ask(path, options = {}) {
   } catch {
     throw new Error("The server does not answer. Is `lengthwise serve` still running?");
   }
-  if (!answer.ok) throw new Error((await answer.json().catch(() => ({}))).error || `The server answers ${answer.status}.`);
-  return answer;
+  if (answer.ok) return answer;
+  const { error } = await answer.json().catch(() => ({}));
+  throw new Error(error || `The server answers ${answer.status}.`);
 }
 
 async function fillChoices() {
@@ -31,7 +32,8 @@ async function fillChoices() {
 
 function tableOf({ title, head, rows }) {
   const line = (cells, tag) => make("tr", {}, ...cells.map((cell) => make(tag, {}, String(cell))));
-  const table = make("table", {}, make("thead", {}, line(head, "th")), make("tbody", {}, ...rows.map((row) => line(row, "td"))));
+  const body = make("tbody", {}, ...rows.map((row) => line(row, "td")));
+  const table = make("table", {}, make("thead", {}, line(head, "th")), body);
   return make("div", { className: "scroll" }, make("h3", {}, title), table);
 }
 
@@ -43,7 +45,8 @@ async function lookAt() {
     const own = find("reads").value === "text";
     const models = [];
     for (const model of [find("first").value, find("second").value].filter(Boolean)) {
-      const wanted = { model, layer: find("layers").value, text: own ? find("words").value : null, length: own ? null : Number(find("length").value) };
+      const reads = own ? { text: find("words").value } : { length: Number(find("length").value) };
+      const wanted = { model, layer: find("layers").value, ...reads };
       const headers = { "Content-Type": "application/json" };
       const answer = await ask("api/look", { method: "POST", headers, body: JSON.stringify(wanted) });
       models.push(await answer.json());

@@ -28,9 +28,12 @@ async function start(models, title) {
 }
 
 function about(model, layer) {
-  const size = layer.queries === layer.keys ? `${layer.queries.toLocaleString("en")} tokens` : `${layer.queries} queries by ${layer.keys} keys`;
+  const square = layer.queries === layer.keys;
+  const [queries, keys] = [layer.queries, layer.keys].map((n) => n.toLocaleString("en"));
+  const size = square ? `${queries} tokens` : `${queries} queries by ${keys} keys`;
   const layers = model.snapshots[0].views[state.what].length;
-  const seen = model.sequences > 1 ? (model.shown === "mean" ? `mean of ${model.sequences} sequences` : `the first of ${model.sequences} sequences`) : "one sequence";
+  const which = model.shown === "mean" ? "mean" : "the first";
+  const seen = model.sequences > 1 ? `${which} of ${model.sequences} sequences` : "one sequence";
   return `${layers} ${layers === 1 ? "layer" : "layers"} of ${layer.heads} heads, ${size}, ${seen}`;
 }
 
@@ -92,7 +95,8 @@ function buildSides() {
   });
   if (several) {
     const two = state.sides.length > 1;
-    const button = make("button", { type: "button", id: "compare", ariaPressed: String(two) }, two ? "Show one" : "Compare two");
+    const attributes = { type: "button", id: "compare", ariaPressed: String(two) };
+    const button = make("button", attributes, two ? "Show one" : "Compare two");
     button.addEventListener("click", () => {
       if (two) state.sides.pop();
       else state.sides.push(secondSide());
@@ -113,7 +117,8 @@ function secondSide() {
 }
 
 function modelSelect(side, place) {
-  const options = state.models.map((model, at) => make("option", { value: at, selected: at === side.model }, `${model.encoding}: ${model.name}`));
+  const options = state.models.map((model, at) =>
+    make("option", { value: at, selected: at === side.model }, `${model.encoding}: ${model.name}`));
   const select = make("select", { id: `model-${place}` }, ...options);
   select.addEventListener("change", () => {
     side.model = Number(select.value);
@@ -186,7 +191,8 @@ function wire() {
   });
   find("tokens").addEventListener("pointerover", (event) => {
     const at = event.target.dataset.at;
-    if (at !== undefined && !state.held && event.pointerType !== "touch") moveCursor(state.cursor.i, Number(at), { follow: true });
+    if (at === undefined || state.held || event.pointerType === "touch") return;
+    moveCursor(state.cursor.i, Number(at), { follow: true });
   });
   find("tokens").addEventListener("keydown", mapKey);
   let width = 0;

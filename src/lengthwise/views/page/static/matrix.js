@@ -86,7 +86,8 @@ const KINDS = {
 
   async line(said) {
     const curve = await KINDS.distance(said.curve);
-    const [factor, knots, slope, intercept] = await Promise.all([said.factor, said.knots, said.slope, said.intercept].map(numbers));
+    const parts = [said.factor, said.knots, said.slope, said.intercept];
+    const [factor, knots, slope, intercept] = await Promise.all(parts.map(numbers));
     return {
       at(head, i, j) {
         const x = round(factor[i] * curve.at(0, i, j));
@@ -163,14 +164,15 @@ async function openProfile(layer, matrix) {
   if (layer.profile) {
     const [mean, spread] = await Promise.all([numbers(layer.profile.mean), numbers(layer.profile.spread)]);
     const length = layer.profile.mean.shape[1];
-    const part = (x, head) => x.subarray(head * length, (head + 1) * length);
-    return { first: layer.profile.first, length, mean: (head) => part(mean, head), spread: (head) => part(spread, head) };
+    const part = (x) => (head) => x.subarray(head * length, (head + 1) * length);
+    return { first: layer.profile.first, length, mean: part(mean), spread: part(spread) };
   }
   const { queries, keys } = layer;
   const rows = new Map();
   const mean = (head) => {
     if (!rows.has(head)) {
-      rows.set(head, Float32Array.from({ length: keys }, (_, distance) => matrix.at(head, queries - 1, keys - 1 - distance)));
+      const at = (_, distance) => matrix.at(head, queries - 1, keys - 1 - distance);
+      rows.set(head, Float32Array.from({ length: keys }, at));
     }
     return rows.get(head);
   };

@@ -47,6 +47,7 @@ function undoDifferences(words, length) {
 function said(value, digits = 4) {
   if (value === undefined || Number.isNaN(value)) return "–";
   const size = Math.abs(value);
-  const text = size !== 0 && (size < 1e-4 || size >= 1e6) ? value.toExponential(digits - 2) : String(Number(value.toPrecision(digits)));
+  const far = size !== 0 && (size < 1e-4 || size >= 1e6);
+  const text = far ? value.toExponential(digits - 2) : String(Number(value.toPrecision(digits)));
   return text.replace("-", "−");
 }

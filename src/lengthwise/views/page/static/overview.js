@@ -9,7 +9,10 @@ function drawOverview() {
     const columns = Math.max(1, ...side.layers.map((layer) => layer.heads));
     grid.style.setProperty("--columns", columns);
     grid.classList.toggle("by-layer", state.order === "place");
-    if (state.order === "place") grid.append(make("span"), ...Array.from({ length: columns }, (_, head) => make("span", { className: "label" }, String(head + 1))));
+    if (state.order === "place") {
+      const label = (_, head) => make("span", { className: "label" }, String(head + 1));
+      grid.append(make("span"), ...Array.from({ length: columns }, label));
+    }
     let row = null;
     for (const one of ordered(side)) {
       if (state.order === "place" && one.layer !== row) {
@@ -21,9 +24,9 @@ function drawOverview() {
     return state.sides.length > 1 ? make("div", {}, make("h3", {}, nameOf(side)), grid) : grid;
   });
   find("grids").replaceChildren(...grids);
-  find("order-note").textContent = MEASURES[state.order]
-    ? MEASURES[state.order].note
-    : `A row per layer, a column per head; ${state.what === "profile" ? "the mean score by distance" : "query down, key across"}.`;
+  const drawn = state.what === "profile" ? "the mean score by distance" : "query down, key across";
+  const placed = `A row per layer, a column per head; ${drawn}.`;
+  find("order-note").textContent = MEASURES[state.order] ? MEASURES[state.order].note : placed;
   markHead();
 }
 
@@ -38,7 +41,8 @@ function headButton(side, { layer, head, measure }) {
   }
   const name = `Layer ${layer.layer + 1}, head ${head + 1}`;
   const sorted = measure === undefined ? "" : `, ${state.order} ${said(measure, 3)}`;
-  const button = make("button", { type: "button", className: "head", ariaLabel: name + sorted, title: name + sorted, tabIndex: -1 }, canvas);
+  const named = { ariaLabel: name + sorted, title: name + sorted };
+  const button = make("button", { type: "button", className: "head", tabIndex: -1, ...named }, canvas);
   if (measure !== undefined) {
     const where = make("span", {}, `${layer.layer + 1}·${head + 1}`);
     button.append(make("span", { className: "label" }, where, " ", make("b", {}, said(measure, 2))));
@@ -59,7 +63,8 @@ function spark(canvas, mean, scale) {
   context.beginPath();
   for (let x = 0; x < size; x++) {
     const y = mean[Math.round((x * (mean.length - 1)) / (size - 1))];
-    if (!Number.isNaN(y)) context.lineTo(x, size - edge - ((y - scale.low) / (scale.high - scale.low)) * (size - 2 * edge));
+    const share = (y - scale.low) / (scale.high - scale.low);
+    if (!Number.isNaN(y)) context.lineTo(x, size - edge - share * (size - 2 * edge));
   }
   context.stroke();
 }

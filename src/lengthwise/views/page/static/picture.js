@@ -28,7 +28,9 @@ function ticks(start, stop, most = 6) {
   const power = 10 ** Math.floor(Math.log10((stop - start) / most || 1));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((one) => (stop - start) / one <= most) || 10 * power;
   const found = [];
-  for (let n = Math.ceil(start / step); n * step <= stop + step * 1e-9; n++) found.push(Number((n * step).toPrecision(12)));
+  for (let n = Math.ceil(start / step); n * step <= stop + step * 1e-9; n++) {
+    found.push(Number((n * step).toPrecision(12)));
+  }
   return found;
 }
 

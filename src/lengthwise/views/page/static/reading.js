@@ -25,16 +25,18 @@ function tokenAt(side, place) {
 
 function drawReading() {
   const sides = state.sides.filter(currentLayer);
-  const head = make("tr", {}, make("th", { scope: "col" }), ...sides.map((side) => make("th", { scope: "col" }, nameOf(side))));
+  const names = ["", ...sides.map(nameOf)].map((name) => make("th", { scope: "col" }, name));
+  const head = make("tr", {}, ...names);
   find("reading").tHead.replaceChildren(...(sides.length > 1 ? [head] : []));
   const row = (name, cells) => make("tr", {}, make("th", { scope: "row" }, name), ...cells);
   const rows = [
     row("query", sides.map((side) => place(side, cursorOf(currentLayer(side)).i, "query"))),
     row("key", sides.map((side) => place(side, cursorOf(currentLayer(side)).j, "key"))),
-    row("distance", sides.map((side) => valueCell("distance", distanceOf(side), String(distanceOf(side)).replace("-", "−")))),
+    row("distance", sides.map((side) => valueCell("distance", distanceOf(side), said(distanceOf(side), 9)))),
   ];
   for (const what of READ) {
-    if (sides.some((side) => side.reads && side.reads[what])) rows.push(row(what, sides.map((side) => reading(side, what))));
+    const known = sides.some((side) => side.reads && side.reads[what]);
+    if (known) rows.push(row(what, sides.map((side) => reading(side, what))));
   }
   rows.push(row("mean here", sides.map(meanCell)));
   find("reading").tBodies[0].replaceChildren(...rows);
@@ -72,7 +74,8 @@ function reading(side, what) {
   if (Number.isNaN(value)) return valueCell(what, "", "–", "may not look");
   if (layer.matrix.single(state.head, i, j)) return valueCell(what, value, said(value));
   const [least, greatest] = layer.matrix.bounds(state.head, i, j);
-  const cell = valueCell(what, value, said(value, 3), `mean of ${layer.pool} × ${layer.pool}, ${said(least, 2)} to ${said(greatest, 2)}`);
+  const more = `mean of ${layer.pool} × ${layer.pool}, ${said(least, 2)} to ${said(greatest, 2)}`;
+  const cell = valueCell(what, value, said(value, 3), more);
   Object.assign(cell.dataset, { least, greatest, pool: layer.pool });
   return cell;
 }
@@ -109,7 +112,8 @@ function drawTokens() {
 
 /** How strongly the query sees each key: the weights, or the softmax over the row of what there is. */
 function sharesOf(side) {
-  const layer = (side.reads && (side.reads.weights || side.reads[state.what] || side.reads.scores || side.reads.bias)) || null;
+  const reads = side.reads || {};
+  const layer = reads.weights || reads[state.what] || reads.scores || reads.bias;
   if (!layer) return null;
   const { i } = cursorOf(layer);
   const row = Float64Array.from({ length: layer.keys }, (_, j) => layer.matrix.at(state.head, i, j));
@@ -133,7 +137,8 @@ function drawShades() {
     for (const span of block.getElementsByTagName("span")) {
       const place = Number(span.dataset.at);
       const share = top && shares[place] > 0 ? Math.round((100 * shares[place]) / top) : 0;
-      const kind = place === query ? "query" : place === j ? "key" : layer && layer.causal && place > query ? "ahead" : "";
+      const ahead = layer && layer.causal && place > query ? "ahead" : "";
+      const kind = place === query ? "query" : place === j ? "key" : ahead;
       const look = `${accent} ${share} ${kind}`;
       if (span.look === look) continue;
       span.look = look;
@@ -152,8 +157,9 @@ function noteText() {
   const layer = currentLayer(side);
   if (!layer) return;
   const { i } = cursorOf(layer);
-  const from = side.reads && side.reads.weights ? "weights of attention" : `softmax of the row's ${state.what === "profile" ? "numbers" : state.what}`;
-  const read = side.reads && (side.reads.weights || side.reads[state.what]);
+  const reads = side.reads || {};
+  const read = reads.weights || reads[state.what];
+  const from = reads.weights ? "weights of attention" : `softmax of the row's ${state.what}`;
   const pooled = read && !read.matrix.single(state.head, i, 0) ? `, means of ${read.pool} × ${read.pool} pairs` : "";
   find("text-note").textContent = `Seen from query ${i}: ${from}${pooled}. Click a token to look from there.`;
 }
@@ -169,7 +175,8 @@ function search(direction = 0) {
   if (!direction || !found.length) return;
   const places = found.map((span) => Number(span.dataset.at));
   const { i } = state.cursor;
-  const next = direction > 0 ? places.find((at) => at > i) ?? places[0] : places.findLast((at) => at < i) ?? places[places.length - 1];
+  const [after, before] = [places.find((at) => at > i), places.findLast((at) => at < i)];
+  const next = direction > 0 ? after ?? places[0] : before ?? places[places.length - 1];
   moveCursor(next, Math.min(state.cursor.j, next), { follow: true, spoken: true });
   spans[next].scrollIntoView({ block: "nearest" });
 }

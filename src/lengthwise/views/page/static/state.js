@@ -114,7 +114,7 @@ function reach(layer, head) {
 
 const MEASURES = {
   steepness: { of: steepness, note: "Steepness: how much the mean falls when the distance doubles." },
-  reach: { of: reach, note: "Reach: the mean distance that a head sees by its mean at each distance alone, in tokens." },
+  reach: { of: reach, note: "Reach: the mean distance that a head sees by its mean at each distance alone." },
   context: {
     of: (layer, head) => (layer.context[head] === null ? NaN : layer.context[head]),
     note: "Context-dependence: the spread over sequences at the same query and key; 0 where tokens do not matter.",
