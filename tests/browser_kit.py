@@ -48,7 +48,7 @@ class Seen:
 
     def ready(self):
         """Wait until what was last asked for is drawn, and a frame more."""
-        self.tab.wait_for_selector("body[aria-busy=false]")
+        self.tab.wait_for_selector("body[aria-busy=false] #tokens[aria-busy=false]", state="attached")
         self.tab.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
         assert not self.faults, self.faults
         return self.tab

@@ -37,8 +37,15 @@ function about(model, layer) {
   return `${layers} ${layers === 1 ? "layer" : "layers"} of ${layer.heads} heads, ${size}, ${seen}`;
 }
 
-/** Everything anew: other sides, another view, another snapshot. */
-async function rebuild() {
+let rebuilding = Promise.resolve();
+
+/** Everything anew: other sides, another view, another snapshot. One at a time, so that the last asked for stays. */
+function rebuild() {
+  rebuilding = rebuilding.then(build);
+  return rebuilding;
+}
+
+async function build() {
   // A body that is not busy shows what was last asked for: screen readers wait for that, and so do tests.
   document.body.ariaBusy = "true";
   buildMaps();
@@ -51,24 +58,34 @@ async function rebuild() {
 
 function drawAll() {
   drawMaps();
+  drawBeside();
+}
+
+function drawBeside() {
   drawReading();
   drawCurves();
-  drawShades();
   document.body.ariaBusy = "false";
+  shadeSoon();
   state.settled?.();
 }
 
-/** Enlarge a head. */
+/** Shade the text after the frame in which the map is seen: a long text takes longer than a map. */
+function shadeSoon() {
+  find("tokens").ariaBusy = "true";
+  requestAnimationFrame(() => setTimeout(() => {
+    drawShades();
+    find("tokens").ariaBusy = "false";
+  }));
+}
+
+/** Enlarge a head: its map at once, the numbers beside it when they are unpacked. */
 async function choose(layer, head) {
-  document.body.ariaBusy = "true";
   Object.assign(state, { layer, head });
+  document.body.ariaBusy = "true";
   markHead();
-  for (const side of state.sides) {
-    const opened = currentLayer(side);
-    if (opened && opened.matrix) await opened.matrix.openBounds();
-  }
+  drawMaps();
   await openReading();
-  drawAll();
+  drawBeside();
 }
 
 function buildWhats() {

@@ -2,9 +2,11 @@
 // What stands at the cursor, in numbers and in words, and the text shaded by how strongly the query sees it.
 
 const READ = ["bias", "content", "scores", "weights"];
+let lastReading = 0;
 
 /** The layer of another view at the same place, opened. */
 async function openReading() {
+  const mine = (lastReading += 1);
   for (const side of state.sides) {
     const reads = {};
     for (const what of READ) {
@@ -13,8 +15,8 @@ async function openReading() {
       reads[what] = await openLayer(layer);
       await reads[what].matrix.openBounds();
     }
-    // Not before all is open: meanwhile the old ones can still be drawn.
-    side.reads = reads;
+    // Not before all is open, since meanwhile the old ones can still be drawn; and not if another head came after.
+    if (mine === lastReading) side.reads = reads;
   }
 }
 

@@ -25,15 +25,13 @@ const nameOf = (side) => {
 const layersOf = (side) => snapshotOf(side).views[state.what] || [];
 
 /** The opened layer of a side that is enlarged, or undefined where that model has none. */
-const currentLayer = (side) => side.layers.find((one) => one.layer === state.layer && state.head < one.heads);
+const currentLayer = (side) => (side.layers || []).find((one) => one.layer === state.layer && state.head < one.heads);
 
 /** Open the present view of every side. */
 async function openSides() {
   for (const side of state.sides) {
     side.layers = await Promise.all(layersOf(side).map(openLayer));
     side.ranges = side.layers.map((layer) => Array.from({ length: layer.heads }, (_, head) => rangeOf(layer, head)));
-    const layer = currentLayer(side);
-    if (layer && layer.matrix) await layer.matrix.openBounds();
   }
 }
 
