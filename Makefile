@@ -37,7 +37,7 @@ screenshots: $(VENV)/ready
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Lengthwise needs Python 3.11 or newer; set PYTHON=')"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[lab,serve,dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[lab,data,serve,dev]"
 	touch $@
 
 clean:

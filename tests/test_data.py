@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lengthwise.data import Batches, documents, load_tokenizer, prepare, preparing
+from lengthwise.data import Batches, documents, hub, load_tokenizer, prepare, preparing
 from lengthwise.data.files import PIECE, read_text
 from lengthwise.data.hub import joined_articles
 from lengthwise.data.sources import resolve
@@ -126,6 +126,9 @@ def test_a_data_set_of_the_hub_is_streamed_and_split_by_rows(monkeypatch):
     assert asked[0] == (("HuggingFaceFW/fineweb-edu", "sample-10BT"), {"split": "train", "streaming": True})
     assert held_out
     assert len(train) + len(held_out) == 57
+    monkeypatch.setattr(hub, "FIRST", 31)
+    assert set(documents("fineweb-edu", "held-out")) == {text for text in held_out if int(text[4:]) < 31}
+    assert len(list(documents("fineweb-edu", "all"))) == 57
     list(documents("wikitext-103", "held-out"))
     assert asked[-1][1]["split"] == "validation"
     list(documents("owner/name:some", "train"))

@@ -4,6 +4,10 @@ import base64
 import json
 import re
 import shlex
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +20,7 @@ from lengthwise.study.config import StudyConfig
 from lengthwise.study.paper import LENGTHS, PAPER, paper_rows
 from lengthwise.study.parts import commands, parts
 from lengthwise.study.study import run_study
-from lengthwise.study.training import Outcome
+from lengthwise.study.training import Outcome, train_part
 from lengthwise.train import train
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs/studies").glob("*.yaml"))
@@ -129,6 +133,41 @@ def test_a_planned_command_trains_the_run_that_the_study_then_finds(tmp_path):
     main(shlex.split(part.command)[1:])
     assert part.is_finished
     assert Run(part.config.out).config["encoding"] == "alibi"
+
+
+def test_a_run_in_its_own_process_tells_its_memory_and_a_failing_one_its_last_words(tmp_path):
+    heard: list[int] = []
+    (part,) = parts(small(tmp_path, encodings=["alibi"]))
+    outcome = train_part(part, folder=tmp_path / "words", tell=heard.append)
+    assert part.is_finished
+    assert outcome.failure is None
+    assert outcome.peak_bytes > 2**26
+    assert Outcome.read(tmp_path / "words/alibi-1337.json") == outcome
+    (part,) = parts(small(tmp_path, encodings=["alibi"], data=str(tmp_path / "nothing"), out=str(tmp_path / "other")))
+    outcome = train_part(part, folder=tmp_path / "words", tell=heard.append)
+    assert "exit code 1" in outcome.failure
+    assert "nothing" in outcome.failure
+
+
+def test_sigterm_ends_the_run_with_the_study(tmp_path):
+    config = small(tmp_path, encodings=["alibi"], steps=100_000)
+    out = tmp_path / "out"
+    imports = "from lengthwise.study.config import StudyConfig; from lengthwise.study.study import run_study"
+    study = subprocess.Popen([sys.executable, "-c", f"{imports}; run_study({config!r})"])
+    run = out / "runs/alibi-1337"
+    wait_until(lambda: (run / "metrics.jsonl").exists() and len(Run(run).metrics) > 2)
+    study.terminate()
+    assert study.wait(60) == 128 + signal.SIGTERM
+    assert not Run(run).is_being_written
+    assert Run(run).checkpoints
+
+
+def wait_until(true, seconds: float = 240) -> None:
+    """Slow machines are waited for; nothing here depends on how long it takes."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -18,6 +18,7 @@ from lengthwise.model import PRESETS, LengthwiseForCausalLM
 from lengthwise.runs import Run, RunWriter
 from lengthwise.train import RECIPES, TrainConfig, train
 from lengthwise.train.plan import plan
+from lengthwise.train.telling import Progress
 from lengthwise.views import load_maps
 
 ROOT = Path(__file__).parents[1]
@@ -27,17 +28,19 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("train")
-    return folder, train(small_config(folder, steps=60, learning_rate=0.01, maps_every=20))
+    return folder, train(
+        small_config(folder, steps=36, learning_rate=0.01, maps_every=12, checkpoint_every=12, evaluate_every=12)
+    )
 
 
 def test_a_run_learns_and_says_so_line_by_line(finished):
     lines = finished[1].metrics
-    assert [line["step"] for line in lines] == list(range(1, 61))
+    assert [line["step"] for line in lines] == list(range(1, 37))
     assert all({"step", "loss", "tokens", "seconds"} <= line.keys() for line in lines)
-    assert lines[-1]["tokens"] == 60 * 5 * 33
+    assert lines[-1]["tokens"] == 36 * 5 * 33
     assert lines[0]["loss"] == pytest.approx(torch.tensor(320.0).log().item(), abs=0.3), "a guess among 320 tokens"
-    assert lines[-1]["loss"] < lines[0]["loss"] - 2
-    assert [line["step"] for line in lines if "held_out" in line] == [*range(6, 61, 6)]
+    assert lines[-1]["loss"] < lines[0]["loss"] - 1.5
+    assert [line["step"] for line in lines if "held_out" in line] == [12, 24, 36]
     assert lines[-1]["held_out"].keys() == {"33", "66", "132"}
 
 
@@ -47,12 +50,12 @@ def test_the_final_folder_is_a_normal_checkpoint_with_its_tokenizer(finished):
     ids = tokenizer("the reader of a long text", return_tensors="pt")["input_ids"]
     assert isinstance(model, LengthwiseForCausalLM)
     assert model.loss(ids, ids).item() < 3.5
-    assert model.config.eos_token_id == tokenizer.eos_token_id == 256
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id == 256
 
 
 def test_the_position_maps_are_snapped_as_they_move(finished):
     run = finished[1]
-    assert [path.name for path in run.maps] == [f"step-{step:08d}.safetensors" for step in (20, 40, 60)]
+    assert [path.name for path in run.maps] == [f"step-{step:08d}.safetensors" for step in (12, 24, 36)]
     first, last = (load_maps(run.maps[i]) for i in (0, -1))
     assert list(first.layers) == [0, 1]
     assert first.layer(1).values.shape == (12, 33, 33)
@@ -131,6 +134,30 @@ def test_a_compiled_model_gives_the_losses_of_one_that_is_not(tmp_path):
 def test_a_task_can_be_trained_on(tmp_path):
     pytest.importorskip("lengthwise.tasks")
     assert train(small_config(tmp_path, data="task:copy:33", steps=2, warmup=0)).is_finished
+
+
+def test_a_checkpoint_has_no_pickles(finished):
+    for checkpoint in finished[1].checkpoints:
+        assert {path.suffix for path in checkpoint.iterdir()} == {".safetensors", ".json"}
+
+
+def test_a_terminal_has_a_bar_and_anything_else_a_line_now_and_then(monkeypatch, capsys, caplog):
+    line = {"step": 5, "loss": 1.25, "held_out": {"64": 1.5}}
+    with caplog.at_level("INFO"):
+        progress = Progress(start=4, steps=9, every=3, quiet=False)
+        progress.tell(line, tokens=1000)
+        progress.tell({"step": 6, "loss": 1.0}, tokens=1000)
+        progress.tell({"step": 7, "loss": 1.0}, tokens=1000)
+    assert [record.message[:10] for record in caplog.records] == ["step 5 of ", "step 6 of "]
+    assert "loss 1.250, held-out at 64 1.500" in caplog.text
+    assert "tokens/s" in caplog.text
+    assert "left" in caplog.text
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    bar = Progress(start=4, steps=9, every=3, quiet=False)
+    bar.tell(line, tokens=1000)
+    bar.close()
+    assert "5/9" in (said := capsys.readouterr().err)
+    assert "loss 1.250" in said
 
 
 def test_a_run_tells_whether_it_is_written_or_finished(tmp_path):

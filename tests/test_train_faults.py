@@ -16,6 +16,12 @@ from lengthwise.runs import Run, RunWriter
 from lengthwise.train import loop, train
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The run that nothing happens to."""
+    return train(small_config(tmp_path_factory.mktemp("whole")))
+
+
 def at_step(step, do, monkeypatch):
     """Do something as a step's line is written."""
     log = RunWriter.log
@@ -37,9 +43,8 @@ def stop_after(step, config, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda s: s.name)
-def test_a_signal_ends_a_run_with_a_checkpoint_and_the_shells_exit_code(tmp_path, monkeypatch, capsys, number):
+def test_a_signal_ends_a_run_with_a_checkpoint_and_the_shells_exit_code(whole, tmp_path, monkeypatch, capsys, number):
     config = small_config(tmp_path)
-    whole = train(small_config(tmp_path, "whole"))
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({k: v for k, v in dataclasses.asdict(config).items() if v is not None}))
     handler = signal.getsignal(number)
@@ -67,8 +72,7 @@ def test_a_run_may_be_trained_outside_the_main_thread(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "missing", "seal"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(tmp_path, monkeypatch, caplog, damage):
-    whole = train(small_config(tmp_path, "whole"))
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(whole, tmp_path, monkeypatch, caplog, damage):
     config = small_config(tmp_path)
     stop_after(8, config, monkeypatch)
     before, newest = Run(config.out).checkpoints[-2:]
@@ -100,8 +104,7 @@ def test_without_one_whole_checkpoint_nothing_is_resumed(tmp_path, monkeypatch):
         train(dataclasses.replace(config, resume=True))
 
 
-def test_a_disk_that_is_full_leaves_the_checkpoints_before_it_and_says_so(tmp_path, capfd):
-    whole = train(small_config(tmp_path, "whole"))
+def test_a_disk_that_is_full_leaves_the_checkpoints_before_it_and_says_so(whole, tmp_path, capfd):
     config = small_config(tmp_path)
 
     def fill():
@@ -210,6 +213,7 @@ def test_a_config_cannot_bring_objects(tmp_path, capsys):
 def test_what_cannot_be_trained_is_said(tmp_path, changes, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         train(small_config(tmp_path, **changes))
+    assert not (tmp_path / "run").exists()
 
 
 def test_held_out_text_shorter_than_a_sequence_is_refused(tmp_path):

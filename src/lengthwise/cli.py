@@ -115,9 +115,12 @@ def train(**options: Any) -> str:
         from lengthwise.train.plan import plan
 
         return plan(config)
+    from transformers.utils.logging import disable_progress_bar
+
     from lengthwise.train.loop import Stopped, train
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    disable_progress_bar()  # transformers' own, for each file it writes
     try:
         run = train(config)
     except Stopped as stopped:

@@ -123,11 +123,13 @@ def _encoded(batch: list[str], tokenizer: PreTrainedTokenizerFast) -> Iterator[l
 
 def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
     batch: list[str] = []
+    size = 0
     for text in texts:
         batch.append(text)
-        if sum(map(len, batch)) >= BATCH:
+        size += len(text)
+        if size >= BATCH:
             yield batch
-            batch = []
+            batch, size = [], 0
     if batch:
         yield batch
 

@@ -6,8 +6,8 @@
     owner/name, owner/name:config   any other data set of the hub, streamed
     task:copy, task:copy:512        examples of a synthetic task, up to 128 or so many characters
 
-A source is split by whole files or rows, and always in the same way: "held-out" is about a twentieth, "train" the rest,
-"all" both.
+A source is split by whole files or rows, and always in the same way: "held-out" is about a twentieth (of a stream, of
+its first 100,000 rows), "train" the rest, "all" both.
 """
 
 import hashlib

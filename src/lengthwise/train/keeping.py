@@ -20,17 +20,25 @@ from lengthwise.train.state import save
 WRITING_FAILED = (OSError, SafetensorError, CheckpointException)
 
 
+def check_folder(settings: Settings) -> None:
+    """An error unless the run's folder is free, or has this run and it is to be resumed; before all processes meet."""
+    if not settings.out:
+        raise ValueError("a run must have a folder; --out is empty. Give one, e.g. --out runs/first.")
+    if not Run.is_run(settings.out):
+        return
+    if not settings.resume:
+        raise FileExistsError(
+            f"a new run needs a folder of its own; {settings.out} has a run. Choose another --out, or add --resume."
+        )
+    settings.check_resumes(Run(settings.out).config)
+
+
 def begin(settings: Settings, writer: RunWriter | None, tokens: Tokens) -> tuple[Path, dict[str, Any]] | None:
     """Make the run's folder ready: for a new run, or to go on after the checkpoint that is given back."""
     assert writer is not None
     if not Run.is_run(settings.out):
         writer.write_config(settings.kept())
         return None
-    if not settings.resume:
-        raise FileExistsError(
-            f"a new run needs a folder of its own; {settings.out} has a run. Choose another --out, or add --resume."
-        )
-    settings.check_resumes(Run(settings.out).config)
     found = writer.newest_checkpoint()
     if found is not None and found[1]["data"] != tokens.sha256:
         raise ValueError(

@@ -25,7 +25,7 @@ from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 from lengthwise.runs import Run, RunWriter
 from lengthwise.train.config import Settings, TrainConfig
 from lengthwise.train.held_out import HeldOut
-from lengthwise.train.keeping import begin, finish, save_checkpoint, whole_weights
+from lengthwise.train.keeping import begin, check_folder, finish, save_checkpoint, whole_weights
 from lengthwise.train.processes import Objective, World, clip, families, processes
 from lengthwise.train.schedule import learning_rate
 from lengthwise.train.snapshot import save_snapshot
@@ -46,8 +46,7 @@ class Stopped(Exception):  # noqa: N818
 def train(config: TrainConfig) -> Run:
     """Train a model as the config says, and give its run; one that is finished already is given as it is."""
     settings = config.resolved()
-    if not settings.out:
-        raise ValueError("a run must have a folder; --out is empty. Give one, e.g. --out runs/first.")
+    check_folder(settings)
     with processes(settings) as world:
         run(settings, world)
     return Run(settings.out)
@@ -55,23 +54,23 @@ def train(config: TrainConfig) -> Run:
 
 def run(settings: Settings, world: World) -> None:
     """One process's part of the run."""
+    # Whatever a config or its data can have wrong is found before the run's folder is made.
     tokenizer, tokens, held_out_tokens = read_data(settings)
+    seed_everything(settings.seed)
+    model = LengthwiseForCausalLM(model_config(settings, len(tokenizer), end=tokenizer.eos_token_id))
+    batches = Batches(tokens, length=settings.length, seed=settings.seed)
+    held_out = HeldOut(settings, held_out_tokens, model)
     with ExitStack() as stack:
         writer = world.alone(lambda: stack.enter_context(RunWriter(settings.out)))
         found = world.first(lambda: begin(settings, writer, tokens))
         if world.first(lambda: Run(settings.out).is_finished):
             return
 
-        seed_everything(settings.seed)
-        model = LengthwiseForCausalLM(model_config(settings, len(tokenizer)))
-        model.config.bos_token_id = model.config.eos_token_id = tokenizer.eos_token_id
         if settings.recompute:
             model.gradient_checkpointing_enable()
         precision = chosen_precision(settings, world.device)
         objective = world.wrap(Objective(model), precision)
         optimizer = make_optimizer(settings, model)
-        batches = Batches(tokens, length=settings.length, seed=settings.seed)
-        held_out = HeldOut(settings, held_out_tokens, model)
         start, seconds = 0, 0.0
         seed_everything(settings.seed, world.rank)
         if found is not None:
@@ -157,7 +156,7 @@ def read_data(settings: Settings) -> tuple[PreTrainedTokenizerFast, Tokens, Toke
     return tokenizer, train, held_out
 
 
-def model_config(settings: Settings, vocabulary: int) -> LengthwiseConfig:
+def model_config(settings: Settings, vocabulary: int, *, end: int | None = None) -> LengthwiseConfig:
     """The model's config; the vocabulary is rounded up to 64, which matrix units like: 50,257 is 50,304."""
     sizes = {"n_positions": settings.length, "vocab_size": -(-vocabulary // 64) * 64} | (settings.sizes or {})
     return LengthwiseConfig.preset(
@@ -165,6 +164,8 @@ def model_config(settings: Settings, vocabulary: int) -> LengthwiseConfig:
         encoding=settings.encoding,
         encoding_options=settings.encoding_options,
         share_encoding=settings.share_encoding,
+        bos_token_id=end,
+        eos_token_id=end,
         **sizes,
     )
 
@@ -196,10 +197,7 @@ def micro_batches(
         stop = min(part + settings.micro_batch, share.stop)
         ids = batches.read(first + part, stop - part)
         positions = document_positions(ids, batches.tokens.end) if settings.separate_documents else None
-        on_device = (None if x is None else x.to(world.device, non_blocking=True) for x in (ids, positions))
-        ids_there, positions_there = on_device
-        assert ids_there is not None
-        yield ids_there, positions_there, stop == share.stop
+        yield ids.to(world.device), None if positions is None else positions.to(world.device), stop == share.stop
 
 
 def not_finite(settings: Settings, step: int, loss: float, gradient: float) -> str:

@@ -7,6 +7,7 @@ import io
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -19,7 +20,12 @@ SMALL, MIDDLE, LARGE = 5.5, 7.0, 8.5
 
 GREY = "0.35"
 FORMATS = ("png", "svg", "pdf")
-LETTERS = {"svg.fonttype": "none", "pdf.fonttype": 42, "font.family": "DejaVu Sans", "axes.unicode_minus": True}
+LETTERS: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "pdf.fonttype": 42,
+    "font.family": "DejaVu Sans",
+    "axes.unicode_minus": True,
+}
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,13 @@ def lines_figure(
         colour, dash = COLOURS[place % len(COLOURS)], DASHES[place // len(COLOURS) % len(DASHES)]
         marker = MARKERS[place % len(MARKERS)] if lengths else None
         axes.plot(line.x, line.y, dash, color=colour, marker=marker, markersize=3, linewidth=1.1, label=line.name)
+    if log:
+        axes.set_yscale("log")
+    # What a text makes hard for all widens every interval alike: the lines fill the picture, shades may run out of it.
+    axes.set_ylim(axes.get_ylim())
+    for place, line in enumerate(lines):
         if line.low is not None and line.high is not None:
-            axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.08, linewidth=0)
+            axes.fill_between(line.x, line.low, line.high, color=COLOURS[place % len(COLOURS)], alpha=0.08, linewidth=0)
     if marked is not None:
         axes.axvline(marked, color=GREY, linewidth=0.7, linestyle=(0, (4, 3)), zorder=0)
         axes.annotate(
@@ -61,7 +66,6 @@ def lines_figure(
             va="top",
         )
     if log:
-        axes.set_yscale("log")
         axes.yaxis.set_major_formatter(FuncFormatter(_plain))
         axes.yaxis.set_minor_formatter(FuncFormatter(_plain))
     if lengths:

@@ -14,15 +14,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lengthwise.bias import TILES, Bias, DistanceBias, FunctionBias, LevelBias, LineBias
+from lengthwise.bias import TILES, Bias, DistanceBias, FunctionBias, LevelBias
 from lengthwise.views.maps import LayerMap, PositionMaps, Profile
 from lengthwise.views.tiles import Tiles
 
 FORM = "lengthwise position maps 1"
 """What the header says first; a change of the form changes the number."""
-
-LINES = ("factor", "knots", "slope", "intercept")
-"""What a LineBias has beside its curve."""
 
 Parts = Mapping[str, Tensor]
 
@@ -118,9 +115,6 @@ def _pack_bias(bias: Bias, parts: dict[str, Tensor]) -> dict[str, Any]:
     if isinstance(bias, LevelBias):
         parts |= {f"bias.{name}": getattr(bias, name) for name in ("query_level", "key_level", "slope")}
         return {"kind": "level"}
-    if isinstance(bias, LineBias):
-        parts |= {f"bias.{name}": getattr(bias, name) for name in LINES}
-        return _pack_bias(bias.curve, parts) | {"kind": "line"}
     assert isinstance(bias, FunctionBias), "inspect keeps no other kind described"
     parts |= {f"bias.{index}": tensor for index, tensor in enumerate(bias.tensors)}
     (name,) = [name for name, function in TILES.items() if function is bias.function]
@@ -128,9 +122,8 @@ def _pack_bias(bias: Bias, parts: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _unpack_bias(said: dict[str, Any], parts: Parts) -> Bias:
-    if said["kind"] in ("distance", "line"):
-        table = DistanceBias(parts["bias.table"], parts["bias.query"], parts["bias.key"], said["first"])
-        return table if said["kind"] == "distance" else LineBias(table, *(parts[f"bias.{name}"] for name in LINES))
+    if said["kind"] == "distance":
+        return DistanceBias(parts["bias.table"], parts["bias.query"], parts["bias.key"], said["first"])
     if said["kind"] == "level":
         return LevelBias(parts["bias.query_level"], parts["bias.key_level"], parts["bias.slope"])
     if said["function"] not in TILES:
@@ -148,10 +141,6 @@ def detached(bias: Bias) -> Bias | None:
         return DistanceBias(_kept(bias.table), _kept(bias.query[:1]), _kept(bias.key[:1]), bias.first)
     if isinstance(bias, LevelBias):
         return LevelBias(*(_kept(part[:1]) for part in bias.sources))
-    if isinstance(bias, LineBias):
-        curve = detached(bias.curve)
-        assert isinstance(curve, DistanceBias)
-        return LineBias(curve, _kept(bias.factor[:1]), *(_kept(getattr(bias, name)) for name in LINES[1:]))
     if isinstance(bias, FunctionBias) and bias.shape[0] == 1 and bias.function in TILES.values():
         return FunctionBias(bias.function, tuple(map(_kept, bias.tensors)))
     return None

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers import MptPreTrainedModel
@@ -42,7 +42,7 @@ def _read(module: nn.Module, layer: int, given: Mapping[str, Any], merged: Tenso
         k=k,
         v=v,
         out=merged.unflatten(-1, (module.n_heads, -1)).transpose(1, 2),
-        scale=module.softmax_scale,
+        scale=cast(float, module.softmax_scale),
         mask=lambda rows, columns: may[:, :, rows, columns],
         causal=True,
         bias=rising(given["position_bias"][None, :, 0, -q.shape[2] :], q.shape[2]),
