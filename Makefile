@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: study test check prove bench bench-full table clean
+.PHONY: study test check prove bench bench-full table screenshots clean
 
 study: $(VENV)/ready
 	$(BIN)/lengthwise study
@@ -30,11 +30,14 @@ bench-full: $(VENV)/ready
 table: $(VENV)/ready
 	$(BIN)/python docs/tables.py
 
+screenshots: $(VENV)/ready
+	LENGTHWISE_SCREENSHOTS=docs $(BIN)/pytest tests/test_page_pictures.py
+
 # One virtual environment, made anew when the pins change.
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Lengthwise needs Python 3.11 or newer; set PYTHON=')"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[lab,data,dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[lab,data,serve,dev]"
 	touch $@
 
 clean:

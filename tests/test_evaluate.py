@@ -227,6 +227,10 @@ def test_every_result_says_protocol_text_and_tokens_scored(table):
     assert f"{table.scores[0].scored:,} tokens scored" in table.text()
 
 
+def test_in_a_notebook_a_table_shows_itself(table):
+    assert table._repr_markdown_() == table.markdown()
+
+
 def test_models_with_different_tokenizers_are_compared_in_bits_per_byte_and_the_table_says_why(text):
     scores = [score_lengths(small(), text, [12], name=n, tokenizer=t)[0] for n, t in (("a", "x"), ("b", "y"))]
     table = LengthTable(scores)

@@ -25,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     export.add_argument("source", metavar="RUN_OR_CHECKPOINT", help="a run, a checkpoint folder, or a name on the hub")
     export.add_argument("--out", required=True, help="the folder to write, new or empty")
     commands.add_subcommand("export", export, help="a checkpoint as a folder that loads where Lengthwise is not there")
-    commands.add_subcommand("show", show_parser(), help="a picture of the positional part of every head")
+    commands.add_subcommand("show", show_parser(), help="a picture or a page of the positional part of every head")
+    commands.add_subcommand("serve", serve_parser(), help="the interactive page over runs and checkpoints")
     trainer = train_parser()
     commands.add_subcommand("train", trainer, help="train one model; the same command under torchrun")
     commands.add_subcommand("evaluate", evaluate_parser(), help="perplexity against length, and tasks")
@@ -48,9 +49,14 @@ def show_parser() -> ArgumentParser:
         metavar="WHAT",
         help="an encoding's name, a run, a checkpoint folder or a name on the hub; several are drawn side by side",
     )
-    parser.add_argument("--out", help="the picture (.png, .svg, .pdf), or with --paper a folder")
+    parser.add_argument(
+        "--out", help="the picture (.png, .svg, .pdf), the interactive page (.html), or with --paper a folder"
+    )
     parser.add_argument("--paper", action="store_true", help="figures 8 to 15 of the CABLE paper, of runs if given")
-    parser.add_argument("--layer", type=str, default="last", help="from 1 on, such as 3 or 1-4; 'last' or 'all'")
+    parser.add_argument(
+        "--layer", type=str, help="from 1 on, such as 3 or 1-4; 'last' or 'all'; a picture has the last, a page all"
+    )
+    parser.add_argument("--detail", type=str, help="heads of which a page keeps every cell, as LAYER.HEAD: 12.1,12.3")
     parser.add_argument("--heads", type=str, help="from 1 on, such as 1-3,12; all if not given")
     parser.add_argument("--what", type=str, help="bias, content, scores, weights or profile; bias if there is one")
     parser.add_argument("--part", type=str, help="decoder, encoder or cross, where a model has them")
@@ -126,19 +132,51 @@ def train(**options: Any) -> str:
 
 
 def show(**options: Any) -> str:
-    """A picture, or all of the paper's; what cannot be shown ends with a sentence, not with a trace."""
-    from lengthwise.inspect.paper import show_paper
-    from lengthwise.inspect.show import show
-
-    names, paper = options.pop("what_to_show"), options.pop("paper")
+    """A picture, a page, or all of the paper's; what cannot be shown ends with a sentence, not with a trace."""
+    names, paper, detail = (options.pop(name) for name in ("what_to_show", "paper", "detail"))
     decided = {name: options.pop(name) for name in ("layer", "heads", "what", "part", "length", "text") if paper}
     try:
         for name, value in decided.items():
-            if value not in (None, "last"):
+            if value is not None:
                 raise ValueError(f"the paper's figures decide {name} themselves; {value!r} came. Leave out --{name}.")
-        return show_paper(names, **options) if paper else show(names, **options)
+        if paper:
+            from lengthwise.inspect.paper import show_paper
+
+            return show_paper(names, **options)
+        if (options["out"] or "").lower().endswith(".html"):
+            from lengthwise.inspect.paging import show_page
+
+            return show_page(names, detail=detail, **options)
+        if detail is not None:
+            raise ValueError(f"only a page keeps single cells; --detail {detail} came. Give --out a name in .html.")
+        from lengthwise.inspect.show import show
+
+        return show(names, **options | {"layer": options["layer"] or "last"})
     except (NotImplementedError, OSError, ValueError) as error:
         sys.exit(f"lengthwise show: {error}")
+
+
+def serve_parser() -> ArgumentParser:
+    """The arguments of `lengthwise serve`."""
+    parser = ArgumentParser()
+    parser.add_argument(
+        "sources", nargs="*", metavar="RUN", help="runs, checkpoints, studies, or folders of them; runs and study"
+    )
+    parser.add_argument("--port", type=int, default=8710, help="on 127.0.0.1; 0 takes any that is free")
+    parser.add_argument("--max_tokens", type=int, default=2048, help="how many tokens a model reads at most")
+    return parser
+
+
+def serve(sources: list[str], port: int, max_tokens: int) -> str:
+    """The page, until it is interrupted."""
+    try:
+        from lengthwise.serve.server import serve
+
+        return serve(sources, port=port, max_tokens=max_tokens)
+    except ModuleNotFoundError as error:
+        sys.exit(f"lengthwise serve: {error.name} must be installed; it is not. Use: pip install 'lengthwise[serve]'")
+    except (OSError, ValueError) as error:
+        sys.exit(f"lengthwise serve: {error}")
 
 
 def evaluate_parser() -> ArgumentParser:
@@ -229,6 +267,7 @@ COMMANDS: dict[str, Callable[..., str]] = {
     "info": info,
     "export": export,
     "show": show,
+    "serve": serve,
     "train": train,
     "evaluate": evaluate,
     "study": study,

@@ -119,6 +119,9 @@ class LengthTable:
         """A Markdown table with the notes."""
         return "\n".join([markdown(self.rows()), "", *(f"- {note}" for note in self.notes())])
 
+    def _repr_markdown_(self) -> str:
+        return self.markdown()
+
     def latex(self) -> str:
         """A booktabs table, the best of each column in bold, with the notes as comments."""
         measured = {n: [self.cell(name, n).value for name in self.names if self.seeds(name, n)] for n in self.lengths}

@@ -130,6 +130,22 @@ def position_views(
     }
 
 
+def position_records(model: nn.Module, input_ids: Ids, *, part: str | None = None) -> list[Record]:
+    """What every layer was given, from which single numbers of any head can be asked for: see `Cells`."""
+    model = getattr(model, "_orig_mod", model)
+    route = route_into(model)
+    part = _checked_part(part, route)
+    inputs = _inputs(model, _checked_ids(input_ids, "input_ids", route.limit), None, None, route)
+    found: list[Record] = []
+    with (
+        torch.no_grad(),
+        _at_rest(model),
+        route.watch(model, lambda record, _: found.append(record), lambda _, of: of == part),
+    ):
+        _run(model, inputs)
+    return found
+
+
 def route_into(model: nn.Module) -> Route:
     """The way into a model, or an error that names its family and what would be needed."""
     for family in ROUTES:

@@ -20,6 +20,8 @@ from lengthwise.views.tiles import Tiles, order, tiles_of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from lengthwise.views.page import Page
+
 What = Literal["bias", "content", "scores", "weights", "profile"]
 WHATS: tuple[What, ...] = ("bias", "content", "scores", "weights", "profile")
 """What there is to see: the additive term, the scores without it, with it, after the softmax; and by distance alone."""
@@ -182,11 +184,20 @@ class PositionMaps:
 
         return curves(self.only(layer), heads=heads, log=log, spread=spread)
 
+    def page(self) -> "Page":
+        """All of it as an interactive page: `.save("heads.html")` writes one file that needs no network."""
+        from lengthwise.views.page import Page, Snapshot
+
+        return Page([[Snapshot({self.what: self})]])
+
     def save(self, path: str | Path) -> Path:
         """One safetensors file, which `load_maps` reads; described forms stay described."""
         from lengthwise.views.storage import save_maps
 
         return save_maps(self, path)
+
+    def _repr_html_(self) -> str:
+        return self.page()._repr_html_()
 
     def _repr_png_(self) -> bytes:
         from lengthwise.views.canvas import png

@@ -1,0 +1,61 @@
+"""Single numbers of any head at any length: what the layers were given is kept, and a part is computed when asked for.
+
+Queries and keys grow with the length, maps with its square; so the maps of all heads of a long text are never alive.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lengthwise.checks import check_choice
+from lengthwise.inspect.record import Block, Record
+from lengthwise.views.maps import What
+
+KINDS = ("bias", "content", "scores", "weights")
+
+
+class Cells:
+    """The numbers of one sequence, by layer and head."""
+
+    def __init__(self, records: Iterable[Record]) -> None:
+        # Values and outputs have been held against each other and are not looked at again.
+        self._records = {
+            one.layer: replace(one, v=one.v[..., :0].clone(), out=one.out[..., :0].clone()) for one in records
+        }
+
+    @torch.no_grad()
+    def part(self, what: What, layer: int, head: int, rows: slice, columns: slice) -> Float[Tensor, "row column"]:
+        """Some rows and columns of one head, NaN where a query may not look."""
+        record = self.record(layer, head)
+        _, _, queries, keys = record.shape
+        for name, asked, size in (("rows", rows, queries), ("columns", columns, keys)):
+            if not 0 <= asked.start < asked.stop <= size:
+                raise ValueError(
+                    f"{name} must be some of 0 to {size}; {asked.start} to {asked.stop} came. Ask within the map."
+                )
+        if what == "bias" and not record.adds:
+            raise ValueError("a bias must be added to be seen; this model adds none. Ask for its scores.")
+        block = record.block(rows, slice(0, keys))
+        may = block.may[0, 0].expand(rows.stop - rows.start, keys)
+        return self._of(block, what, record)[0, head].masked_fill(~may, torch.nan)[:, columns].float()
+
+    def record(self, layer: int, head: int) -> Record:
+        """What a layer was given, or an error."""
+        record = self._records.get(layer)
+        if record is None or not 0 <= head < record.shape[1]:
+            raise ValueError(
+                f"layer and head must be ones that the model has; layer {layer}, head {head} came. Count from 0."
+            )
+        return record
+
+    @staticmethod
+    def _of(block: Block, what: What, record: Record) -> Float[Tensor, "batch head row column"]:
+        check_choice("what", what, KINDS, "Those are maps.")
+        if what == "weights":
+            return record.weights(block)
+        found = {"bias": block.bias, "content": block.content, "scores": block.scores}[what]
+        assert found is not None, "a layer that adds nothing was refused before"
+        return found

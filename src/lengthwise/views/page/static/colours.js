@@ -1,0 +1,52 @@
+"use strict";
+// The colours of the figures and their rules: one map from end to end, two-sided about 0 where both sides count.
+
+const PALETTES = {};
+
+function openPalettes(texts) {
+  for (const [name, text] of Object.entries(texts)) PALETTES[name] = bytesOf(text);
+}
+
+/** The range and the map for numbers between a least and a greatest, as canvas.py has them. */
+function scaleOf(low, high) {
+  if (!(low <= high)) [low, high] = [0, 0];
+  if (low < 0 && high > 0 && Math.min(-low, high) >= (high - low) / 10) {
+    const end = Math.max(-low, high);
+    return { low: -end, high: end, palette: "two" };
+  }
+  if (low === high) [low, high] = [Math.min(low, 0), Math.max(high, 0) || Number(low === 0)];
+  return { low, high, palette: "one" };
+}
+
+function colourOf(scale, value) {
+  const place = Math.min(255, Math.max(0, Math.floor(((value - scale.low) / (scale.high - scale.low)) * 256)));
+  return 3 * place;
+}
+
+/** Paint columns x rows numbers into a canvas of that size; nothing where there is no number. */
+function paint(canvas, columns, rows, scale, value) {
+  canvas.width = columns;
+  canvas.height = rows;
+  const context = canvas.getContext("2d");
+  const image = context.createImageData(columns, rows);
+  const palette = PALETTES[scale.palette];
+  let place = 0;
+  for (let y = 0; y < rows; y++) {
+    for (let x = 0; x < columns; x++, place += 4) {
+      const number = value(y, x);
+      if (Number.isNaN(number)) continue;
+      const colour = colourOf(scale, number);
+      image.data[place] = palette[colour];
+      image.data[place + 1] = palette[colour + 1];
+      image.data[place + 2] = palette[colour + 2];
+      image.data[place + 3] = 255;
+    }
+  }
+  context.putImageData(image, 0, 0);
+}
+
+function css(scale, value) {
+  const colour = colourOf(scale, value);
+  const palette = PALETTES[scale.palette];
+  return `rgb(${palette[colour]} ${palette[colour + 1]} ${palette[colour + 2]})`;
+}

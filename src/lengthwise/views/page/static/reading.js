@@ -1,0 +1,184 @@
+"use strict";
+// What stands at the cursor, in numbers and in words, and the text shaded by how strongly the query sees it.
+
+const READ = ["bias", "content", "scores", "weights"];
+let lastReading = 0;
+
+/** The layer of another view at the same place, opened. */
+async function openReading() {
+  const mine = (lastReading += 1);
+  for (const side of state.sides) {
+    const reads = {};
+    for (const what of READ) {
+      const layer = (snapshotOf(side).views[what] || []).find((one) => one.layer === state.layer);
+      if (!layer || state.head >= layer.heads) continue;
+      reads[what] = await openLayer(layer);
+      await reads[what].matrix.openBounds();
+    }
+    // Not before all is open, since meanwhile the old ones can still be drawn; and not if another head came after.
+    if (mine === lastReading) side.reads = reads;
+  }
+}
+
+function tokenAt(side, place) {
+  const { tokens } = snapshotOf(side);
+  return tokens && place < tokens.length ? readable(tokens[place]) : "";
+}
+
+function drawReading() {
+  const sides = state.sides.filter(currentLayer);
+  const names = ["", ...sides.map(nameOf)].map((name) => make("th", { scope: "col" }, name));
+  const head = make("tr", {}, ...names);
+  find("reading").tHead.replaceChildren(...(sides.length > 1 ? [head] : []));
+  const row = (name, cells) => make("tr", {}, make("th", { scope: "row" }, name), ...cells);
+  const rows = [
+    row("query", sides.map((side) => place(side, cursorOf(currentLayer(side)).i, "query"))),
+    row("key", sides.map((side) => place(side, cursorOf(currentLayer(side)).j, "key"))),
+    row("distance", sides.map((side) => valueCell("distance", distanceOf(side), said(distanceOf(side), 9)))),
+  ];
+  for (const what of READ) {
+    const known = sides.some((side) => side.reads && side.reads[what]);
+    if (known) rows.push(row(what, sides.map((side) => reading(side, what))));
+  }
+  rows.push(row("mean here", sides.map(meanCell)));
+  find("reading").tBodies[0].replaceChildren(...rows);
+  if (state.speak) speak(sides);
+}
+
+function distanceOf(side) {
+  const layer = currentLayer(side);
+  const { i, j } = cursorOf(layer);
+  return i + offsetOf(layer) - j;
+}
+
+function place(side, at, which) {
+  const cell = make("td", {}, String(at));
+  cell.dataset.read = which;
+  cell.dataset.value = at;
+  const token = tokenAt(side, at);
+  if (token) cell.append(" ", make("q", {}, token));
+  return cell;
+}
+
+function valueCell(what, value, text, more = "") {
+  const cell = make("td", {}, text);
+  cell.dataset.read = what;
+  cell.dataset.value = value;
+  if (more) cell.append(" ", make("span", { className: "quiet small" }, more));
+  return cell;
+}
+
+function reading(side, what) {
+  const layer = side.reads && side.reads[what];
+  if (!layer) return make("td", {}, "–");
+  const { i, j } = cursorOf(layer);
+  const value = layer.matrix.at(state.head, i, j);
+  if (Number.isNaN(value)) return valueCell(what, "", "–", "may not look");
+  if (layer.matrix.single(state.head, i, j)) return valueCell(what, value, said(value));
+  const [least, greatest] = layer.matrix.bounds(state.head, i, j);
+  const more = `mean of ${layer.pool} × ${layer.pool}, ${said(least, 2)} to ${said(greatest, 2)}`;
+  const cell = valueCell(what, value, said(value, 3), more);
+  Object.assign(cell.dataset, { least, greatest, pool: layer.pool });
+  return cell;
+}
+
+function meanCell(side) {
+  const found = meanAt(currentLayer(side), distanceOf(side));
+  if (!found || Number.isNaN(found.mean)) return make("td", {}, "–");
+  return valueCell("mean", found.mean, said(found.mean), found.spread ? `± ${said(found.spread, 2)}` : "");
+}
+
+function speak(sides) {
+  state.speak = false;
+  const rows = [...find("reading").rows].filter((row) => row.cells[0].scope === "row");
+  find("spoken").textContent = rows.map((row) => [...row.cells].map((cell) => cell.textContent).join(" ")).join("; ");
+}
+
+/** Every token as text; a click makes it the query, and pointing at it the key. */
+function drawTokens() {
+  const blocks = state.sides.map((side, which) => {
+    const { tokens } = snapshotOf(side);
+    if (!tokens) return make("p", { className: "quiet" }, "This model's tokens are not known as text.");
+    const block = make("p", { className: "tokens" });
+    block.dataset.side = which;
+    tokens.forEach((token, at) => {
+      const span = make("span", {}, readable(token));
+      span.dataset.at = at;
+      block.append(span);
+      if (/[Ċ\n]/.test(token)) block.append(make("br"));
+    });
+    return state.sides.length > 1 ? make("div", {}, make("h3", {}, nameOf(side)), block) : block;
+  });
+  find("tokens").replaceChildren(...blocks);
+}
+
+/** How strongly the query sees each key: the weights, or the softmax over the row of what there is. */
+function sharesOf(side) {
+  const reads = side.reads || {};
+  const layer = reads.weights || reads[state.what] || reads.scores || reads.bias;
+  if (!layer) return null;
+  const { i } = cursorOf(layer);
+  const row = Float64Array.from({ length: layer.keys }, (_, j) => layer.matrix.at(state.head, i, j));
+  if (layer === side.reads.weights) return row;
+  const top = row.reduce((a, b) => (b > a ? b : a), -Infinity);
+  const weights = row.map((x) => (Number.isNaN(x) ? NaN : Math.exp(x - top)));
+  const sum = weights.reduce((a, b) => a + (Number.isNaN(b) ? 0 : b), 0);
+  return weights.map((x) => x / sum);
+}
+
+/** Shade the tokens; thousands of them, so only those that change are touched. */
+function drawShades() {
+  const accent = colour("--accent");
+  for (const block of document.querySelectorAll(".tokens")) {
+    const side = state.sides[block.dataset.side];
+    const layer = currentLayer(side);
+    const shares = layer ? sharesOf(side) : null;
+    const top = shares ? shares.reduce((a, b) => (b > a ? b : a), 0) : 0;
+    const { i, j } = layer ? cursorOf(layer) : {};
+    const query = layer ? i + offsetOf(layer) : NaN;
+    for (const span of block.getElementsByTagName("span")) {
+      const place = Number(span.dataset.at);
+      const share = top && shares[place] > 0 ? Math.round((100 * shares[place]) / top) : 0;
+      const ahead = layer && layer.causal && place > query ? "ahead" : "";
+      const kind = place === query ? "query" : place === j ? "key" : ahead;
+      const look = `${accent} ${share} ${kind}`;
+      if (span.look === look) continue;
+      span.look = look;
+      span.style.backgroundColor = share ? `${accent}${Math.round(share * DEEPEST).toString(16).padStart(2, "0")}` : "";
+      for (const name of ["query", "key", "ahead"]) span.classList.toggle(name, name === kind);
+    }
+  }
+  noteText();
+}
+
+// The strongest shade, for a share of 100: dark enough to see, light enough to read on.
+const DEEPEST = 1.58;
+
+function noteText() {
+  const side = state.sides[0];
+  const layer = currentLayer(side);
+  if (!layer) return;
+  const { i } = cursorOf(layer);
+  const reads = side.reads || {};
+  const read = reads.weights || reads[state.what];
+  const from = reads.weights ? "weights of attention" : `softmax of the row's ${state.what}`;
+  const pooled = read && !read.matrix.single(state.head, i, 0) ? `, means of ${read.pool} × ${read.pool} pairs` : "";
+  find("text-note").textContent = `Seen from query ${i}: ${from}${pooled}. Click a token to look from there.`;
+}
+
+/** Mark the tokens that hold the words looked for, and go to the next from the query on. */
+function search(direction = 0) {
+  const words = find("search").value.toLowerCase();
+  const spans = [...document.querySelectorAll(".tokens[data-side='0'] span")];
+  const found = spans.filter((span) => words && span.textContent.toLowerCase().includes(words));
+  for (const span of spans) span.classList.toggle("found", false);
+  for (const span of found) span.classList.toggle("found", true);
+  find("found").textContent = words ? `${found.length} found` : "";
+  if (!direction || !found.length) return;
+  const places = found.map((span) => Number(span.dataset.at));
+  const { i } = state.cursor;
+  const [after, before] = [places.find((at) => at > i), places.findLast((at) => at < i)];
+  const next = direction > 0 ? after ?? places[0] : before ?? places[places.length - 1];
+  moveCursor(next, Math.min(state.cursor.j, next), { follow: true, spoken: true });
+  spans[next].scrollIntoView({ block: "nearest" });
+}

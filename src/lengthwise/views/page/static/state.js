@@ -1,0 +1,129 @@
+"use strict";
+// What is looked at: the page's one state, and what follows from it.
+
+const state = {
+  models: [],
+  sides: [],
+  what: "bias",
+  layer: 0,
+  head: 0,
+  cursor: { i: 0, j: 0 },
+  held: false,
+  window: null,
+  shared: false,
+  order: "place",
+  log: false,
+};
+// A side is { model, snapshot } and, once opened, its layers of the present view with a colour range for each head.
+
+const snapshotOf = (side) => state.models[side.model].snapshots[side.snapshot];
+const nameOf = (side) => {
+  const { encoding, name } = state.models[side.model];
+  const { step } = snapshotOf(side);
+  return `${encoding}, ${name}${step === null ? "" : `, step ${step.toLocaleString("en")}`}`;
+};
+const layersOf = (side) => snapshotOf(side).views[state.what] || [];
+
+/** The opened layer of a side that is enlarged, or undefined where that model has none. */
+const currentLayer = (side) => (side.layers || []).find((one) => one.layer === state.layer && state.head < one.heads);
+
+/** Open the present view of every side. */
+async function openSides() {
+  for (const side of state.sides) {
+    side.layers = await Promise.all(layersOf(side).map(openLayer));
+    side.ranges = side.layers.map((layer) => Array.from({ length: layer.heads }, (_, head) => rangeOf(layer, head)));
+  }
+}
+
+const ranges = new WeakMap();
+
+/** The least and the greatest number that is drawn of a head. */
+function rangeOf(layer, head) {
+  if (!ranges.has(layer)) ranges.set(layer, []);
+  const kept = ranges.get(layer);
+  if (kept[head]) return kept[head];
+  let [low, high] = [Infinity, -Infinity];
+  const see = (value) => {
+    if (value < low) low = value;
+    if (value > high) high = value;
+  };
+  layer.profile.mean(head).forEach(see);
+  if (layer.matrix) eachDrawn(layer, head, see);
+  kept[head] = [low, high];
+  return kept[head];
+}
+
+/** The numbers of a small picture of a head: every tile, or of a described form some hundred rows and columns. */
+function eachDrawn(layer, head, see) {
+  const { rows, columns, value } = small(layer, head);
+  for (let y = 0; y < rows; y++) for (let x = 0; x < columns; x++) see(value(y, x));
+}
+
+const SMALL = 96;
+
+/** A head in small: how many rows and columns, and the number of each. Both ends are always among them. */
+function small(layer, head) {
+  const { queries, keys, pool, matrix } = layer;
+  if (pool > 1 || (layer.matrix && queries <= SMALL && keys <= SMALL)) {
+    const value = (y, x) => matrix.at(head, Math.min(y * pool + pool - 1, queries - 1), x * pool);
+    return { rows: Math.ceil(queries / pool), columns: Math.ceil(keys / pool), value };
+  }
+  const [rows, columns] = [Math.min(SMALL, queries), Math.min(SMALL, keys)];
+  const spread = (place, count, length) => (count === 1 ? 0 : Math.round((place * (length - 1)) / (count - 1)));
+  return { rows, columns, value: (y, x) => matrix.at(head, spread(y, rows, queries), spread(x, columns, keys)) };
+}
+
+/** The colours of a head: its own range, or that of all heads on the page. */
+function scaleFor(side, layer, head) {
+  if (!state.shared) return scaleOf(...rangeOf(layer, head));
+  const all = state.sides.flatMap((one) => one.ranges.flat());
+  return scaleOf(Math.min(...all.map((r) => r[0])), Math.max(...all.map((r) => r[1])));
+}
+
+/** How much a head's mean falls whenever the distance doubles: least squares against the logarithm of 1 + distance. */
+function steepness(layer, head) {
+  let [n, sx, sy, sxx, sxy] = [0, 0, 0, 0, 0];
+  layer.profile.mean(head).forEach((y, place) => {
+    const distance = layer.profile.first + place;
+    if (distance < 0 || Number.isNaN(y)) return;
+    const x = Math.log2(1 + distance);
+    n += 1;
+    sx += x;
+    sy += y;
+    sxx += x * x;
+    sxy += x * y;
+  });
+  return n < 2 ? 0 : -(n * sxy - sx * sy) / (n * sxx - sx * sx);
+}
+
+/** The mean distance that a head looks at by its mean alone: under the weights, or the softmax of anything else. */
+function reach(layer, head) {
+  const mean = layer.profile.mean(head);
+  const top = mean.reduce((a, b) => (b > a ? b : a), -Infinity);
+  let [all, far] = [0, 0];
+  mean.forEach((y, place) => {
+    if (Number.isNaN(y)) return;
+    const weight = state.what === "weights" ? y : Math.exp(y - top);
+    all += weight;
+    far += weight * Math.abs(layer.profile.first + place);
+  });
+  return all ? far / all : 0;
+}
+
+const MEASURES = {
+  steepness: { of: steepness, note: "Steepness: how much the mean falls when the distance doubles." },
+  reach: { of: reach, note: "Reach: the mean distance that a head sees by its mean at each distance alone." },
+  context: {
+    of: (layer, head) => (layer.context[head] === null ? NaN : layer.context[head]),
+    note: "Context-dependence: the spread over sequences at the same query and key; 0 where tokens do not matter.",
+  },
+};
+
+/** Layers and heads of a side in the order asked for, each with the measure it is sorted by. */
+function ordered(side) {
+  const all = side.layers.flatMap((layer) => Array.from({ length: layer.heads }, (_, head) => ({ layer, head })));
+  const measure = MEASURES[state.order];
+  if (!measure) return all;
+  for (const one of all) one.measure = measure.of(one.layer, one.head);
+  return all.sort((a, b) => (Number.isNaN(a.measure) - Number.isNaN(b.measure)) || b.measure - a.measure);
+}

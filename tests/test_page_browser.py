@@ -1,0 +1,321 @@
+"""The page in a real browser: its numbers are the tensors', every control does what it says, and nothing gets out."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from browser_kit import Seen, needs_chromium, open_browser
+from model_kit import LENGTH, loud_model, tokens
+
+from lengthwise.encodings.fire import fire_lines
+from lengthwise.inspect import position_maps, position_views
+from lengthwise.inspect.cells import Cells
+from lengthwise.inspect.look import position_records
+from lengthwise.views.page import Page, Snapshot
+
+pytestmark = needs_chromium
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+PAIRS = [(0, 0), (LENGTH - 1, 0), (17, 5), (22, 22)]
+TEXT = [f"w{place}" if place != 3 else HOSTILE for place in range(LENGTH)]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with open_browser() as found:
+        yield found
+
+
+def views(case: str, resolution: int | None = None):
+    return position_views(loud_model(case), tokens(3), "all", shown="first", resolution=resolution, tokens=TEXT)
+
+
+@pytest.fixture(scope="module")
+def seen(browser, tmp_path_factory):
+    """Kerple beside CABLE, in every view, on one page that the tests share."""
+    models = [[Snapshot(views("kerple"))], [Snapshot(views("cable"))]]
+    page = Seen(browser, Page(models).save(tmp_path_factory.mktemp("page") / "heads.html"))
+    page.ready()
+    yield page
+    page.close()
+
+
+def open_page(browser, path, page: Page, **options: object) -> Seen:
+    found = Seen(browser, page.save(path / "heads.html"), **options)
+    found.ready()
+    return found
+
+
+def as_lines(views):
+    """The same views with FIRE's function as the straight lines that it is made of."""
+    bias = views["bias"]
+    maps = tuple(replace(one, described=fire_lines(*one.described.tensors)) for one in bias.maps)
+    return views | {"bias": replace(bias, maps=maps)}
+
+
+@pytest.mark.parametrize("case", ["kerple", "alibi", "cable", "k-cable", "fire-short", "lines", "t5", "dapev2-cable"])
+def test_numbers_read_from_the_page_are_those_of_the_tensors(browser, tmp_path, case):
+    found = views(case) if case != "lines" else as_lines(views("fire-short"))
+    page = open_page(browser, tmp_path, Page([[Snapshot(found)]]))
+    page.tab.click("button.head[data-layer='1'][data-head='2']")
+    for i, j in PAIRS:
+        page.ready()
+        page.go(i, j)
+        assert page.read("distance") == i - j
+        for what in ("bias", "content", "scores", "weights"):
+            wanted = float(found[what].values[1, 2, i, j])
+            # A described form is exact but for the last bit of a function; a cell has 15 bits after the first.
+            allowed = 1e-6 if found[what].maps[1].described is not None else 2.0**-16
+            assert page.read(what) == pytest.approx(wanted, rel=allowed, abs=1e-7), (what, i, j)
+        wanted = float(found["bias"].maps[1].profile.mean[2, i - j])
+        assert page.read("mean") == pytest.approx(wanted, rel=2.0**-10, abs=1e-7)
+    page.go(5, 9)
+    assert "may not look" in page.tab.inner_text("#reading")
+    page.close()
+
+
+def test_a_tile_is_shown_as_its_mean_its_least_and_its_greatest_and_a_head_in_detail_as_single_cells(browser, tmp_path):
+    model, ids = loud_model("rope-dynamic"), tokens(1)
+    maps = position_maps(model, ids, "all", "scores", resolution=7)
+    exact = Cells(position_records(model, ids)).part("scores", 0, 1, slice(0, LENGTH), slice(0, LENGTH))
+    page = open_page(browser, tmp_path, Page([[Snapshot({"scores": maps}, detail={"scores": {(0, 1): exact}})]]))
+    page.go(18, 6)
+    tiles = maps.maps[0].tiles
+    assert tiles.pool == 5
+    assert page.read("scores") == pytest.approx(float(tiles.mean[0, 3, 1]), rel=2.0**-11)
+    least, greatest = float(tiles.least[0, 3, 1]), float(tiles.greatest[0, 3, 1])
+    assert least - abs(least) / 128 <= page.read("scores", part="least") <= least
+    assert greatest <= page.read("scores", part="greatest") <= greatest + abs(greatest) / 128
+    assert "mean of 5 \N{MULTIPLICATION SIGN} 5" in page.tab.inner_text("#reading")
+    assert "Tiles of 5 \N{MULTIPLICATION SIGN} 5 pairs" in page.tab.inner_text("#map-note")
+    page.tab.click("button.head[data-head='1']")
+    page.ready()
+    assert page.read("scores") == pytest.approx(float(exact[18, 6]), rel=2.0**-16)
+    assert "Single cells" in page.tab.inner_text("#map-note")
+    page.close()
+
+
+def test_hostile_tokens_are_shown_as_they_are_and_nothing_leaves_the_machine(seen):
+    assert HOSTILE in seen.texts(".tokens[data-side='0'] span")
+    seen.go(20, 3)
+    assert HOSTILE in seen.tab.inner_text("#reading")
+    assert seen.tab.locator("img").count() == 0
+    assert all(url.startswith("file:") for url in seen.requests)
+    assert len(seen.requests) == 1
+    blocked = seen.tab.evaluate("fetch('http://127.0.0.1:9/').then(() => 'got out', () => 'stopped')")
+    assert blocked == "stopped"
+    seen.faults.clear()
+
+
+def test_every_view_can_be_chosen_and_the_two_models_share_one_cursor(seen):
+    assert seen.tab.locator("canvas.map").count() == 2
+    seen.go(19, 7)
+    first, second = (seen.read("bias", side) for side in (0, 1))
+    assert first != second
+    for what in ("content", "scores", "weights", "profile", "bias"):
+        seen.tab.locator(f"#whats label:has(input[value={what}])").click()
+        seen.ready()
+        assert seen.tab.evaluate("state.what") == what
+        assert seen.tab.locator("canvas.map").first.is_visible() == (what != "profile")
+        assert seen.tab.locator("button.head").count() == 2 * 2 * 3
+    box = seen.tab.locator("canvas.map").nth(1).bounding_box()
+    plot = seen.tab.evaluate("mapViews[1].plot")
+    cell = plot["side"] / LENGTH
+    seen.tab.mouse.move(box["x"] + plot["left"] + 4.5 * cell, box["y"] + plot["top"] + 11.5 * cell)
+    seen.ready()
+    assert (seen.read("query"), seen.read("key")) == (11, 4)
+    assert (seen.read("query", 1), seen.read("key", 1)) == (11, 4)
+    seen.tab.mouse.move(5, 5)
+
+
+def test_colours_have_a_range_of_their_own_or_share_one(seen):
+    def ranges():
+        heads = seen.tab.locator("button.head").all()
+        return {(float(head.get_attribute("data-low")), float(head.get_attribute("data-high"))) for head in heads}
+
+    assert len(ranges()) > 6
+    seen.tab.locator("#range label").nth(1).click()
+    assert len(ranges()) == 1
+    seen.tab.locator("#range label").nth(0).click()
+
+
+def test_heads_are_sorted_by_what_is_asked_for(browser, tmp_path):
+    found = views("cable")
+    page = open_page(browser, tmp_path, Page([[Snapshot({"bias": found["bias"]})]]))
+    mean = found["bias"].maps[0].profile.mean
+    distance = torch.arange(LENGTH, dtype=torch.float64)
+    x = (1 + distance).log2()
+    x = x - x.mean()
+    wanted = {
+        "steepness": torch.stack([-(one.profile.mean.double() @ x) / (x @ x) for one in found["bias"].maps]),
+        "reach": torch.stack([one.profile.mean.double().softmax(-1) @ distance for one in found["bias"].maps]),
+        "context": found["bias"].context_dependence,
+    }
+    assert mean.isfinite().all()
+    for order, values in wanted.items():
+        page.tab.select_option("#order", order)
+        heads = page.tab.locator("button.head").all()
+        places = [(int(head.get_attribute("data-layer")), int(head.get_attribute("data-head"))) for head in heads]
+        measures = [float(head.get_attribute("data-measure")) for head in heads]
+        assert measures == sorted(measures, reverse=True)
+        assert len(set(places)) == 6
+        for (layer, head), measure in zip(places, measures, strict=True):
+            assert measure == pytest.approx(float(values[layer, head]), rel=2.0**-7)
+    page.close()
+
+
+def test_zoom_and_pan_by_button_wheel_drag_and_hold_by_click(seen):
+    tab = seen.tab
+    seen.go(14, 9)
+    tab.click("#closer")
+    seen.ready()
+    window = tab.evaluate("state.window")
+    assert (window["rows"], window["columns"]) == (15, 15)
+    assert window["i"] <= 14 < window["i"] + 15
+    canvas = tab.locator("canvas.map").first
+    box = canvas.bounding_box()
+    tab.mouse.move(box["x"] + 150, box["y"] + 150)
+    tab.mouse.wheel(0, -100)
+    seen.ready()
+    assert tab.evaluate("state.window.rows") == 12
+    before = tab.evaluate("state.window")
+    tab.mouse.down()
+    tab.mouse.move(box["x"] + 90, box["y"] + 100, steps=4)
+    tab.mouse.up()
+    seen.ready()
+    after = tab.evaluate("state.window")
+    assert after["i"] > before["i"]
+    assert after["j"] > before["j"]
+    assert not tab.evaluate("state.held")
+    tab.mouse.click(box["x"] + 120, box["y"] + 120)
+    held = tab.evaluate("state.cursor")
+    tab.mouse.move(box["x"] + 200, box["y"] + 90)
+    seen.ready()
+    assert tab.evaluate("state.cursor") == held
+    tab.mouse.click(box["x"] + 200, box["y"] + 90)
+    tab.click("#further")
+    tab.click("#whole")
+    seen.ready()
+    assert tab.evaluate("state.window") is None
+
+
+def test_the_text_is_shaded_by_weight_and_searched(seen):
+    tab = seen.tab
+    seen.go(18, 2)
+    shades = tab.locator(".tokens[data-side='0'] span").evaluate_all(
+        "spans => spans.map((one) => one.style.backgroundColor)"
+    )
+    shares = [float(shade.rstrip(")").rpartition(",")[2]) if shade else 0.0 for shade in shades]
+    row = torch.tensor(tab.evaluate("[...sharesOf(state.sides[0])]")[:19])
+    assert float(row.sum()) == pytest.approx(1, abs=1e-4)
+    # A shade is a hundredth, kept in 8 bits.
+    assert torch.allclose(torch.tensor(shares[:19]) / max(shares), row / row.max(), atol=0.01)
+    assert not any(shares[19:])
+    tab.fill("#search", "W1")
+    assert tab.inner_text("#found") == "11 found"
+    tab.press("#search", "Enter")
+    seen.ready()
+    assert seen.read("query") == 19
+    tab.press("#search", "Shift+Enter")
+    tab.click("#previous")
+    seen.ready()
+    assert seen.read("query") == 17
+    tab.click("#next")
+    tab.fill("#search", "")
+    tab.locator(".tokens[data-side='0'] span").nth(6).click()
+    seen.ready()
+    assert seen.read("query") == 6
+    assert tab.inner_text("#found") == ""
+
+
+def test_the_keyboard_alone_is_enough(seen):
+    tab = seen.tab
+    tab.locator("button.head[aria-pressed=true]").first.focus()
+    for key in ("Home", "ArrowRight", "ArrowDown"):
+        tab.keyboard.press(key)
+        seen.ready()
+    assert tab.inner_text("#head-title") == "Layer 2, head 2"
+    tab.locator("canvas.map").first.focus()
+    seen.go(10, 4)
+    for key in ("ArrowDown", "Shift+ArrowDown", "ArrowRight", "+"):
+        tab.keyboard.press(key)
+        seen.ready()
+    assert (seen.read("query"), seen.read("key")) == (21, 5)
+    assert "distance 16" in tab.inner_text("#spoken")
+    assert tab.evaluate("state.window.rows") == 15
+    tab.keyboard.press("Enter")
+    assert tab.evaluate("state.held")
+    for key in ("Enter", "0", "End"):
+        tab.keyboard.press(key)
+    seen.ready()
+    assert seen.read("distance") == 0
+    tab.locator("#curves-plot > svg").focus()
+    tab.keyboard.press("ArrowRight")
+    seen.ready()
+    assert seen.read("distance") == 1
+    reached = set()
+    tab.evaluate("document.activeElement.blur()")
+    for _ in range(40):
+        tab.keyboard.press("Tab")
+        reached.add(tab.evaluate("(({ id, name, classList }) => id || name || classList[0])(document.activeElement)"))
+    assert {"theme", "what", "range", "order", "head", "closer", "map", "log", "search", "tokens"} <= reached
+    unnamed = tab.locator("button, select, input, canvas[tabindex]").evaluate_all(
+        "all => all.filter((e) => !(e.ariaLabel || e.textContent.trim() || e.labels?.length)).map((e) => e.outerHTML)"
+    )
+    assert unnamed == []
+
+
+def test_two_steps_of_one_run_are_compared_and_a_slider_goes_through_its_training(browser, tmp_path):
+    found = {step: views(case)["bias"] for step, case in ((0, "kerple"), (500, "t5"), (1000, "alibi"))}
+    run = [Snapshot({"bias": maps}, step) for step, maps in found.items()]
+    page = open_page(browser, tmp_path, Page([run]))
+    page.go(20, 4)
+    for place, maps in enumerate(found.values()):
+        page.tab.locator("#snapshot-0").fill(str(place))
+        page.ready()
+        assert page.read("bias") == pytest.approx(float(maps.values[-1, 0, 20, 4]), rel=1e-6)
+    assert "step 1,000" in page.tab.inner_text("#sides")
+    page.tab.click("#compare")
+    page.ready()
+    assert page.read("bias", 1) == pytest.approx(float(found[0].values[-1, 0, 20, 4]), rel=1e-6)
+    page.tab.click("#compare")
+    page.ready()
+    assert page.tab.locator("canvas.map").count() == 1
+    page.close()
+
+
+def test_on_a_phone_and_in_the_dark_nothing_runs_over_the_edge(browser, tmp_path):
+    page = open_page(
+        browser,
+        tmp_path,
+        Page([[Snapshot(views("kerple"))], [Snapshot(views("cable"))]]),
+        viewport={"width": 360, "height": 740},
+        color_scheme="dark",
+        has_touch=True,
+    )
+    assert page.tab.evaluate("document.documentElement.scrollWidth") == 360
+    dark = page.tab.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.tab.click("#theme")
+    assert page.tab.evaluate("getComputedStyle(document.body).backgroundColor") != dark
+    page.tab.locator("canvas.map").first.scroll_into_view_if_needed()
+    box = page.tab.locator("canvas.map").first.bounding_box()
+    page.tab.touchscreen.tap(box["x"] + 60, box["y"] + 200)
+    page.ready()
+    assert page.read("query") > 20
+    page.close()
+
+
+def test_in_a_notebook_the_maps_show_themselves_cut_off_from_the_notebook(browser, tmp_path):
+    maps = position_maps(loud_model("kerple"), tokens(1), "all", tokens=TEXT)
+    cell = tmp_path / "cell.html"
+    cell.write_text(f"<!doctype html><meta charset=utf-8><script>secret = 1</script>{maps._repr_html_()}")
+    page = Seen(browser, cell)
+    (frame,) = page.tab.frames[1:]
+    frame.wait_for_selector("body[aria-busy=false]")
+    assert frame.locator("button.head").count() == 6
+    assert HOSTILE in frame.locator(".tokens span").all_text_contents()
+    assert "SecurityError" in frame.evaluate(
+        "() => { try { return String(parent.secret); } catch (error) { return error.name; } }"
+    )
+    assert not page.faults
+    page.close()

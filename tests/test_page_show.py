@@ -1,0 +1,88 @@
+"""`lengthwise show --out heads.html`, as a user runs it."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from test_serve import make_checkpoint
+
+from lengthwise.cli import main
+from lengthwise.inspect import load_maps, position_maps
+from lengthwise.model import LengthwiseForCausalLM
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A checkpoint, and a run with two snapshots that has it as its final model."""
+    folder = tmp_path_factory.mktemp("models")
+    make_checkpoint(folder / "model", "kerple")
+    make_checkpoint(folder / "run" / "final", "cable")
+    (folder / "run" / "config.yaml").write_text("encoding: cable\ndata: stdlib\n")
+    (folder / "run" / "final" / "seal.json").write_text('{"sha256": {}}')
+    (folder / "run" / "maps").mkdir()
+    model = LengthwiseForCausalLM.from_pretrained(folder / "run" / "final")
+    for step in (0, 250):
+        maps = position_maps(model, torch.arange(19)[None], "all")
+        maps.save(folder / "run" / "maps" / f"step-{step:08d}.safetensors")
+    return folder
+
+
+def data_of(path: Path) -> dict:
+    return json.loads(re.search(r'id="data">(.*?)</script>', path.read_text(), re.DOTALL)[1])
+
+
+def test_a_page_has_all_layers_every_view_and_single_cells_of_the_heads_that_are_named(models, tmp_path, capsys):
+    path = tmp_path / "heads.html"
+    main(["show", str(models / "model"), "--out", str(path), "--length", "41", "--detail", "2.3,1.1"])
+    assert f"Wrote {path}" in capsys.readouterr().out
+    (model,) = data_of(path)["models"]
+    (snapshot,) = model["snapshots"]
+    assert model["name"] == "model"
+    assert len(snapshot["tokens"]) == 41
+    assert list(snapshot["views"]) == ["bias", "content", "scores", "weights", "profile"]
+    for what, layers in snapshot["views"].items():
+        assert [layer["layer"] for layer in layers] == [0, 1]
+        assert layers[1]["detail"].keys() == ({"2"} if what in ("content", "scores", "weights") else set()), what
+    assert snapshot["views"]["bias"][0]["matrix"]["kind"] == "distance"
+
+
+def test_a_run_brings_its_snapshots(models, tmp_path):
+    path = tmp_path / "run.html"
+    main(["show", str(models / "run"), str(models / "model"), "--out", str(path), "--length", "19"])
+    run, model = data_of(path)["models"]
+    assert [snapshot["step"] for snapshot in run["snapshots"]] == [0, 250, None]
+    assert run["name"] == "run"
+    assert [snapshot["step"] for snapshot in model["snapshots"]] == [None]
+    assert load_maps(models / "run" / "maps" / "step-00000250.safetensors").layers == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--detail", "3"], r"detail must be LAYER\.HEAD from 1 on"),
+        (["--detail", "9.1"], "layer 8, head 0 came"),
+        (["--detail", "1.1", "--length", "2500"], "4,194,304 single cells of named heads at most; 1 of 2,500 x 2,500"),
+        (["--heads", "1"], "a page has all heads"),
+        (["--layer", "7"], "layer must be a whole number"),
+    ],
+)
+def test_what_cannot_be_put_on_a_page_is_answered_in_words(models, tmp_path, arguments, words):
+    with pytest.raises((ValueError, SystemExit), match=words):
+        main(["show", str(models / "model"), "--out", str(tmp_path / "x.html"), *arguments])
+    assert not (tmp_path / "x.html").exists()
+
+
+def test_a_picture_has_no_single_cells(models, tmp_path):
+    with pytest.raises(SystemExit, match="only a page keeps single cells"):
+        main(["show", str(models / "model"), "--out", str(tmp_path / "x.png"), "--detail", "1.1"])
+
+
+def test_the_block_of_the_docs_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/page.md").read_text(), re.DOTALL | re.MULTILINE)
+    exec(compile(block, "page.md", "exec"), {})
+    assert (tmp_path / "heads.html").stat().st_size > 50_000

@@ -1,0 +1,302 @@
+"""The server: it answers as the page needs, on this machine alone, and goes on answering whatever is sent to it."""
+
+import http.client
+import json
+import shutil
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from browser_kit import Seen, needs_chromium, open_browser
+
+from lengthwise.cli import main
+from lengthwise.data import load_tokenizer
+from lengthwise.inspect import position_maps
+from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
+from lengthwise.serve.library import Library
+from lengthwise.serve.looks import LOOKS, Looks
+from lengthwise.serve.server import bind, make_server
+
+LIMIT = 700
+HOSTILE = "<img src=x onerror=alert(1)> and so on, for as long as this text goes on. "
+
+
+def make_checkpoint(folder, encoding: str) -> None:
+    tokenizer = load_tokenizer("bytes")
+    torch.manual_seed(0)
+    sizes = {"n_positions": 64, "n_embd": 24, "n_layer": 2, "n_head": 3}
+    model = LengthwiseForCausalLM(LengthwiseConfig(vocab_size=len(tokenizer), encoding=encoding, **sizes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+class Served:
+    """A running server and a way to ask it."""
+
+    def __init__(self, folder) -> None:
+        self.folder = folder
+        self.socket = bind(0)
+        self.port = self.socket.getsockname()[1]
+        self.looks = Looks(Library([str(folder)]), limit=LIMIT)
+        self.server = make_server(self.looks)
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True)
+        self.thread.start()
+
+    def ask(self, method: str, path: str, body: bytes | str | None = None, **headers: str):
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request(method, path, body, named)
+        answer = connection.getresponse()
+        found = answer.read()
+        connection.close()
+        return answer, found
+
+    def look(self, expect: int = 200, **wanted: object) -> dict:
+        asked = {"model": "kerple-tiny", "layer": "all", "text": None, "length": None if "text" in wanted else 31}
+        asked |= wanted
+        answer, found = self.ask("POST", "/api/look", json.dumps(asked), Content_Type="application/json")
+        assert answer.status == expect, found[:300]
+        return json.loads(found)
+
+    def cells(self, key: str, **asked: object):
+        query = {"look": key, "what": "scores", "layer": 1, "head": 2, "i": 3, "j": 0, "rows": 2, "columns": 5} | asked
+        return self.ask("GET", "/api/cells?" + "&".join(f"{name}={value}" for name, value in query.items()))
+
+    def close(self) -> None:
+        self.server.should_exit = True
+        self.thread.join(10)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    for encoding in ("kerple", "cable"):
+        make_checkpoint(folder / f"{encoding}-tiny", encoding)
+    (folder / "secret.txt").write_text("secret")
+    rows = [{"encoding": "<b>kerple</b>", "values": {"64": 17.25, "128": None}}]
+    (folder / "study.json").write_text(json.dumps({"metric": "perplexity", "train_length": 64, "rows": rows}))
+    run = folder / "half-run"
+    run.mkdir()
+    (run / "config.yaml").write_text("encoding: alibi\n")
+    (run / "metrics.jsonl").write_text('{"step": 1200, "loss": 3.5}\n')
+    found = Served(folder)
+    yield found
+    found.close()
+
+
+def test_what_there_is_to_choose_is_listed_with_runs_and_studies(served):
+    answer, found = served.ask("GET", "/api/choices")
+    said = json.loads(found)
+    assert answer.status == 200
+    assert said["limit"] == LIMIT
+    assert [group["label"] for group in said["groups"]][:2] == ["runs", "checkpoints"]
+    assert said["groups"][1]["names"] == ["cable-tiny", "kerple-tiny"]
+    runs, study = said["tables"]
+    assert runs["rows"] == [["half-run", "alibi", "1,200", "3.500", "stopped"]]
+    assert study["rows"] == [["<b>kerple</b>", "17.25", "-"]]
+
+
+def test_single_cells_of_any_head_are_those_of_the_tensors(served):
+    text = "So that a text of some length is read by the model."
+    said = served.look(text=text)
+    model = LengthwiseForCausalLM.from_pretrained(served.folder / "kerple-tiny")
+    ids = torch.tensor([load_tokenizer("bytes")(text)["input_ids"]])
+    for what in ("bias", "content", "scores", "weights"):
+        wanted = position_maps(model, ids, "all", what, resolution=64).values[1, 2, 3:5, :5].numpy()
+        answer, found = served.cells(said["snapshots"][-1]["look"], what=what)
+        assert answer.status == 200
+        np.testing.assert_allclose(np.frombuffer(found, np.float32).reshape(2, 5), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "status", "words"),
+    [
+        ({"text": "   "}, 400, "a text must have a word at least"),
+        ({"text": "x" * (LIMIT + 1)}, 400, "may have 700 tokens here; this one has 701"),
+        ({"length": LIMIT + 1}, 400, "from 1 to 700 tokens here; 701 came"),
+        ({"length": 0}, 400, "from 1 to 700 tokens"),
+        ({"length": "9"}, 400, "needs a model"),
+        ({"model": "kerple-tinny"}, 404, "'kerple-tinny' is not"),
+        ({"model": "../secret.txt"}, 404, "must be one that is offered"),
+        ({"model": "/etc"}, 404, "must be one that is offered"),
+        ({"layer": "3"}, 400, "layer 'all' or 'last'"),
+    ],
+)
+def test_a_look_that_cannot_be_had_is_answered_in_words(served, wanted, status, words):
+    assert words in served.look(expect=status, **wanted)["error"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "words"),
+    [
+        ({"look": "unknown"}, 404, "not kept any more"),
+        ({"what": "profile"}, 400, "Those are maps"),
+        ({"what": "passwords"}, 400, "what must be a view"),
+        ({"layer": 7}, 400, "layer 7, head 2 came"),
+        ({"rows": 31, "i": 9}, 400, "rows must be some of 0 to 31"),
+        ({"rows": "1e9"}, 400, "rows must be a whole number"),
+        ({"rows": 900000, "columns": 900000}, 400, "cells at most"),
+    ],
+)
+def test_cells_that_cannot_be_had_are_answered_in_words(served, asked, status, words):
+    key = served.look()["snapshots"][-1]["look"]
+    answer, found = served.cells(asked.pop("look", key), **asked)
+    assert answer.status == status
+    assert words in json.loads(found)["error"]
+
+
+def test_looks_are_kept_for_two_viewers_at_once_but_not_for_ever(served):
+    answers: dict[str, dict] = {}
+    viewers = [
+        threading.Thread(target=lambda name=name: answers.update({name: served.look(model=name)}))
+        for name in ("kerple-tiny", "cable-tiny")
+    ]
+    for viewer in viewers:
+        viewer.start()
+    for viewer in viewers:
+        viewer.join()
+    keys = {name: said["snapshots"][-1]["look"] for name, said in answers.items()}
+    assert {name: said["encoding"] for name, said in answers.items()} == {
+        "kerple-tiny": "kerple",
+        "cable-tiny": "cable",
+    }
+    first, second = (served.cells(keys[name], what="bias")[1] for name in ("kerple-tiny", "cable-tiny"))
+    assert first != second
+    for _ in range(LOOKS):
+        served.look()
+    assert served.cells(keys["kerple-tiny"])[0].status == 404
+
+
+def test_a_run_that_disappears_is_answered_in_words(tmp_path):
+    make_checkpoint(tmp_path / "model", "alibi")
+    shown = Looks(Library([str(tmp_path)]))
+    shutil.rmtree(tmp_path / "model")
+    with pytest.raises(LookupError, match="not any more"):
+        shown.look("model", layer="all", text=None, length=9)
+
+
+def test_only_this_machine_under_its_own_names_is_answered(served):
+    for host in ("evil.example", "127.0.0.1.evil.example", "evil.example:80"):
+        answer, found = served.ask("GET", "/", Host=host)
+        assert answer.status == 400
+        assert b"Invalid host" in found
+    assert served.ask("GET", "/", Host="localhost:1")[0].status == 200
+    assert served.socket.getsockname()[0] == "127.0.0.1"
+
+
+def test_every_answer_says_what_a_browser_may_do_with_it(served):
+    for path in ("/", "/api/choices", "/nothing"):
+        answer, _ = served.ask("GET", path)
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert "server" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    "path", ["/../secret.txt", "/%2e%2e/secret.txt", "/static/..%2f..%2fsecret.txt", "//etc/passwd", "/.git/config"]
+)
+def test_no_path_leads_to_a_file(served, path):
+    answer, found = served.ask("GET", path)
+    assert answer.status == 404
+    assert b"secret" not in found
+    assert b"root:" not in found
+
+
+def test_what_is_not_our_own_page_cannot_post(served):
+    body = json.dumps({"model": "kerple-tiny", "layer": "all", "text": None, "length": 9})
+    for kind in ("text/plain", "application/x-www-form-urlencoded"):
+        answer, found = served.ask("POST", "/api/look", body, Content_Type=kind)
+        assert answer.status == 400
+        assert b"application/json" in found
+    for broken in ("{", "[" * 100_000, "[]", "null"):
+        answer, found = served.ask("POST", "/api/look", broken, Content_Type="application/json")
+        assert answer.status == 400
+        assert b"Traceback" not in found
+    assert served.ask("PUT", "/api/look")[0].status == 405
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_hundred_megabytes_are_refused_without_being_read(served, announced):
+    length = b"Content-Length: 104857600" if announced else b"Transfer-Encoding: chunked"
+    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as connection:
+        connection.sendall(b"POST /api/look HTTP/1.1\r\nHost: localhost\r\n" + length + b"\r\n\r\n")
+        sent = 0
+        try:
+            while sent < 100 * 2**20:
+                chunk = b"x" * 65536
+                sent += connection.send(chunk if announced else b"10000\r\n" + chunk + b"\r\n")
+        except OSError:
+            pass
+        assert sent < 50 * 2**20
+    assert served.ask("GET", "/")[0].status == 200
+
+
+def test_two_hundred_idle_connections_keep_nobody_waiting(served):
+    idle = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(200)]
+    try:
+        for half in idle[:50]:
+            half.sendall(b"GET / HTTP/1.1\r\nHo")
+        begun = time.monotonic()
+        assert served.ask("GET", "/")[0].status == 200
+        assert served.look()["encoding"] == "kerple"
+        assert time.monotonic() - begun < 10
+    finally:
+        for one in idle:
+            one.close()
+
+
+@pytest.mark.prove
+def test_a_connection_that_says_nothing_is_closed_after_ten_seconds(served):
+    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as connection:
+        assert connection.recv(1) == b""
+
+
+def test_a_port_in_use_and_a_folder_without_models_are_answered_on_the_terminal(served, tmp_path):
+    with pytest.raises(SystemExit, match=f"port {served.port} must be free"):
+        main(["serve", "--port", str(served.port)])
+    with pytest.raises(SystemExit, match="holds none"):
+        main(["serve", str(tmp_path)])
+
+
+@needs_chromium
+def test_in_a_browser_a_text_is_typed_and_two_live_models_are_seen_cell_by_cell(served):
+    with open_browser() as browser:
+        own = Served(served.folder)
+        seen = Seen(browser, f"http://127.0.0.1:{own.port}/")
+        tab = seen.tab
+        tab.wait_for_selector("#first option[value='cable-tiny']", state="attached")
+        tab.select_option("#reads", "text")
+        tab.click("#look")
+        tab.wait_for_selector("#message:not([hidden])")
+        assert "a text must have a word at least" in tab.inner_text("#message")
+        seen.faults.clear()
+        tab.select_option("#first", "kerple-tiny")
+        tab.select_option("#second", "cable-tiny")
+        tab.fill("#words", HOSTILE * 9)
+        tab.click("#look")
+        tab.wait_for_selector("button.head")
+        seen.ready()
+        assert tab.inner_text("#title") == "kerple (kerple-tiny) and cable (cable-tiny)"
+        assert not tab.is_visible("#message")
+        tab.locator("#whats label:has(input[value=scores])").click()
+        seen.ready()
+        seen.go(600, 333)
+        tab.wait_for_selector("#reading td[data-read=scores]:not([data-pool])")
+        model = LengthwiseForCausalLM.from_pretrained(served.folder / "kerple-tiny")
+        ids = torch.tensor([load_tokenizer("bytes")(HOSTILE * 9)["input_ids"]])
+        wanted = position_maps(model, ids, -1, "scores", resolution=ids.shape[1]).values[0, 600, 333]
+        assert seen.read("scores") == pytest.approx(float(wanted), rel=1e-5)
+        tab.locator("#tables summary").click()
+        assert "<b>kerple</b>" in tab.inner_text("#tables")
+        assert all(url.startswith(f"http://127.0.0.1:{own.port}/") for url in seen.requests)
+        own.close()
+        tab.click("#look")
+        tab.wait_for_selector("#message:not([hidden])")
+        assert "does not answer" in tab.inner_text("#message")
+        seen.close()
