@@ -65,14 +65,13 @@ def measured(rows: list[dict]) -> str:
 
 
 def study(found: dict) -> str:
-    """The default study: perplexity by length, the rise at eight times the training length, and the pace."""
+    """The default study: perplexity by length, and the rise at eight times the training length."""
     length = found["train_length"]
     lengths = sorted(map(int, found["rows"][0]["values"]))
     far = str(8 * length)
-    pace = {row[0].rsplit("-", 1)[0]: row[2] for row in found["speed"][1:]}
     lines = [
-        "| encoding | " + " | ".join(f"{n:,}" for n in lengths) + f" | rise at {int(far):,} | tokens/s |",
-        "|---" * (len(lengths) + 3) + "|",
+        "| encoding | " + " | ".join(f"{n:,}" for n in lengths) + f" | rise at {int(far):,} |",
+        "|---" * (len(lengths) + 2) + "|",
     ]
     for row in found["rows"]:
         values = [row["values"][str(n)] for n in lengths]
@@ -81,15 +80,15 @@ def study(found: dict) -> str:
             row["encoding"] + (" (under-trained)" if row["under_trained"] else ""),
             *("-" if value is None else f"{value:.1f}" for value in values),
             "-" if near is None or away is None else f"{away / near - 1:+.1%}",
-            pace.get(row["encoding"], ""),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     born, settings = found["born"], found["settings"]
     lines += [
         "",
-        f"{'; '.join(found['notes'][:2])}. Trained at {length} tokens, {settings['steps']} steps of "
-        f"{settings['batch_tokens']:,} tokens. `{born['command']}` on {born['date']}: {found['seconds'] / 60:.0f} "
-        f"minutes on {born['machine']}, torch {born['versions']['torch']}, Python {born['versions']['python']}.",
+        f"In {'; '.join(found['notes'][:2])}. Trained at {length} tokens, {settings['steps']} steps of "
+        f"{settings['batch_tokens']:,} tokens; *under-trained* is more than a quarter above the best there, and not to "
+        f"be judged beyond. `{born['command']}` on {born['date']}: {born['machine']}, torch "
+        f"{born['versions']['torch']}, Python {born['versions']['python']}.",
     ]
     return "\n".join(lines)
 

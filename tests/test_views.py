@@ -1,17 +1,20 @@
 """Pictures and files of position maps, looked at as a reader would."""
 
+import io
 import xml.etree.ElementTree
 
+import numpy
 import pytest
 import torch
 from model_kit import loud_model, tokens
+from PIL import Image
 from safetensors.torch import save_file
 
 from lengthwise.bias import DistanceBias, LevelBias
 from lengthwise.inspect import load_maps, position_maps, position_views
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 from lengthwise.views import LayerMap, PositionMaps, Profile
-from lengthwise.views.canvas import colours, save_picture
+from lengthwise.views.canvas import colours, in_few_colours, png, save_picture
 from lengthwise.views.curves import compare
 
 KINDS = ["alibi", "kerple", "fire-short", "cable", "k-cable", "rope-dynamic", "dapev2-cable"]
@@ -91,6 +94,15 @@ def test_pictures_are_small_files_that_do_not_grow_with_the_square_of_the_length
 def test_the_same_picture_is_the_same_bytes(tmp_path):
     paths = [save_picture(alibi_maps(41, 2).figure(), tmp_path / f"{n}.svg") for n in range(2)]
     assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+def test_a_picture_in_few_colours_is_smaller_and_looks_the_same():
+    whole = png(alibi_maps(100).figure())
+    small = in_few_colours(whole)
+    assert len(small) < len(whole) / 2
+    first, second = (numpy.asarray(Image.open(io.BytesIO(one)).convert("RGB"), dtype=int) for one in (whole, small))
+    # 256 colours of a map that has about as many: a step of viridis is 1/256 of the way from violet to yellow.
+    assert abs(first - second).mean() < 2
 
 
 def test_a_picture_is_overwritten_only_by_force_and_only_in_a_format_that_can_be_written(tmp_path):

@@ -15,7 +15,7 @@ from lengthwise.evaluate.table import figure, markdown
 from lengthwise.evaluate.task_scores import task_rows
 from lengthwise.study.findings import Findings, born
 from lengthwise.study.paper import paper_rows
-from lengthwise.views.canvas import png
+from lengthwise.views.canvas import in_few_colours, png
 from lengthwise.views.lines import Line, lines_figure
 
 STYLE = """
@@ -217,6 +217,6 @@ def _tagged(head: list[str], rest: list[list[str]]) -> list[tuple[str, list[str]
 
 
 def _picture(content: bytes, caption: str) -> str:
-    data = base64.b64encode(content).decode()
+    data = base64.b64encode(in_few_colours(content)).decode()
     words = escape(caption)
     return f'<figure><img alt="{words}" src="data:image/png;base64,{data}"><figcaption>{words}</figcaption></figure>'
