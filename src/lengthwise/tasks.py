@@ -139,7 +139,7 @@ def examples(name: str, *, length: int, count: int, seed: int = 0, depth: float 
     """`count` examples of at most `length` characters, the same for the same seed.
 
     >>> examples("copy", length=14, count=1)
-    [Example(prompt='copy:vtkg=', answer='vtkg', depth=None)]
+    [Example(prompt='copy:njov=', answer='njov', depth=None)]
     """
     task = find_task(name)
     check_whole("count", count, "It counts examples.")
