@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lengthwise.inspect.cells import KINDS, Cells
 from lengthwise.inspect.look import position_records, position_views, route_into
-from lengthwise.inspect.show import SEQUENCES, parse_numbers
-from lengthwise.inspect.subject import TRAINED_AT, Subject, find_subject
-from lengthwise.inspect.text import Sequences, sample
+from lengthwise.inspect.show import parse_numbers, read
+from lengthwise.inspect.subject import Subject, find_subject
+from lengthwise.inspect.text import Sequences
 from lengthwise.runs import Run
 from lengthwise.views.maps import PositionMaps, What
 from lengthwise.views.page import Page, Snapshot, checked_page
@@ -63,13 +63,6 @@ def show_page(
         told.append(f"{first.title}, {sequences.ids.shape[1]} tokens of {sequences.told}: {', '.join(views)}.")
     Page(models).save(path, force=force)
     return "\n".join([*told, f"Wrote {path} ({path.stat().st_size / 1e6:.1f} MB)."])
-
-
-def read(subject: Subject, *, length: int | None, text: str | None, seed: int) -> Sequences:
-    """What a model reads: so many tokens, 512 if it takes them, or the text."""
-    limit = route_into(subject.model).limit
-    usual = min(TRAINED_AT, limit or TRAINED_AT) if text is None else None
-    return sample(subject, length=usual if length is None else length, text=text, seed=seed, count=SEQUENCES)
 
 
 def look(

@@ -7,8 +7,8 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from lengthwise.inspect.look import Layers, position_views, route_into
-from lengthwise.inspect.subject import TRAINED_AT, find_subject
-from lengthwise.inspect.text import sample
+from lengthwise.inspect.subject import TRAINED_AT, Subject, find_subject
+from lengthwise.inspect.text import Sequences, sample
 from lengthwise.views.canvas import checked_path, save_picture
 from lengthwise.views.curves import compare
 from lengthwise.views.maps import PositionMaps, What
@@ -67,9 +67,7 @@ def look_at(
 ) -> tuple[PositionMaps, str]:
     """The maps of what was named, and a line that says what they are of."""
     subject = find_subject(name, seed=seed, trust_remote_code=trust_remote_code)
-    route = route_into(subject.model)
-    usual = min(TRAINED_AT, route.limit or TRAINED_AT) if text is None else None
-    sequences = sample(subject, length=usual if length is None else length, text=text, seed=seed, count=SEQUENCES)
+    sequences = read(subject, length=length, text=text, seed=seed)
     layers: Layers = "all" if layer == "all" else [-1] if layer == "last" else parse_numbers("layer", layer)
     views = position_views(
         subject.model,
@@ -84,6 +82,13 @@ def look_at(
     note = "" if what or maps.what == "bias" else " (it adds no bias, so the scores)"
     maps = replace(maps, model=subject.name)
     return maps, f"{maps.title}{note}, {sequences.ids.shape[1]} tokens of {sequences.told}."
+
+
+def read(subject: Subject, *, length: int | None, text: str | None, seed: int) -> Sequences:
+    """What a model reads: so many tokens, 512 if it takes them, or the text."""
+    limit = route_into(subject.model).limit
+    usual = min(TRAINED_AT, limit or TRAINED_AT) if text is None else None
+    return sample(subject, length=usual if length is None else length, text=text, seed=seed, count=SEQUENCES)
 
 
 def parse_numbers(name: str, said: str) -> list[int]:

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 from lengthwise.checks import check_whole
 from lengthwise.inspect.cells import Cells
 from lengthwise.inspect.look import position_records
-from lengthwise.inspect.paging import look, read, snapshots_of
+from lengthwise.inspect.paging import look, snapshots_of
+from lengthwise.inspect.show import read
 from lengthwise.inspect.subject import Subject, find_subject
 from lengthwise.serve.library import Library
 from lengthwise.views.maps import What
