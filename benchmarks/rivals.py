@@ -15,9 +15,14 @@ from lengthwise.attention import Call, checked_call
 from lengthwise.attention.flex import attend as flex_attend
 from lengthwise.attention.flex import objections as flex_objections
 from lengthwise.encodings.alibi import Alibi
+from lengthwise.encodings.cable import Cable
+from lengthwise.encodings.fire import Fire
+from lengthwise.encodings.kerple import KerpleLog
 from lengthwise.encodings.t5 import T5
 
 DENSE_UP_TO = 4096
+AT_FULL_LENGTH = (Alibi, Cable, Fire, KerpleLog, T5)
+"""Filled in, one bias costs what another costs: at the greatest length these stand for all."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +151,8 @@ def flex(setup: Setup) -> Tensor:
 
 
 def _dense_fits(setup: Setup, length: int, mode: str) -> bool:
-    return setup.encoding.overrides("bias") and setup.rescore is None and length <= DENSE_UP_TO
+    fits = length < DENSE_UP_TO or (length == DENSE_UP_TO and isinstance(setup.encoding, AT_FULL_LENGTH))
+    return fits and setup.encoding.overrides("bias") and setup.rescore is None
 
 
 def _flex_fits(setup: Setup, length: int, mode: str) -> bool:

@@ -68,6 +68,16 @@ def test_a_table_is_read_right_where_positions_have_gaps_or_it_ends():
     assert_like_reference(lw.checked_call(call.q, call.k, call.v, bias=bias))
 
 
+def test_straight_lines_are_added_whether_a_block_has_one_or_many():
+    call = make_call()
+    key = torch.arange(KEYS)[None]
+    for knots in (torch.rand(40).sort().values, torch.tensor([0.999])):
+        slope, intercept = torch.randn(2, HEADS, len(knots) + 1)
+        curve = lw.DistanceBias(torch.linspace(0, 1, KEYS)[None], key[:, -3:], key)
+        lines = lw.LineBias(curve, torch.rand(BATCH, 3), knots, slope, intercept)
+        assert_like_reference(lw.checked_call(call.q, call.k, call.v, bias=lines))
+
+
 def test_keys_and_values_are_read_where_they_lie():
     call = make_call("alibi")
     wide = torch.full((BATCH, KEYS + 9, 3, DIM + 5), torch.nan)

@@ -158,13 +158,13 @@ class FunctionBias(Bias):
 
     `function` is pure and lives at the top of a module. Everything that may need a gradient is in `tensors`, never
     captured. The last axis of tensors[0] runs over the queries, that of tensors[1] over the keys. Decorated with
-    `registered_tile` it also works at full speed under torch.compile. Where it is made of straight lines,
-    `lines(*tensors)` gives the same bias as a LineBias.
+    `registered_tile` it also works at full speed under torch.compile. Where it is made of straight lines, `lines` is
+    the same bias as such, for backends that are faster with it.
     """
 
     function: Callable[..., Float[Tensor, "#batch #head row column"]]
     tensors: tuple[Tensor, ...]
-    lines: Callable[..., "LineBias"] | None = None
+    lines: "LineBias | None" = None
 
     def __post_init__(self) -> None:
         if not callable(self.function):

@@ -121,7 +121,7 @@ class Call:
     def in_lines(self) -> "Call":
         """The call with a function that is made of straight lines as such."""
         if isinstance(self.bias, FunctionBias) and self.bias.lines is not None:
-            return replace(self, bias=self.bias.lines(*self.bias.tensors))
+            return replace(self, bias=self.bias.lines)
         return self
 
     def describe(self) -> str:

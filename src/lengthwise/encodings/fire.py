@@ -63,8 +63,9 @@ class Fire(Encoding):
         reach = max(query.shape[1], key.shape[1])
         gaps = torch.compiler.is_compiling() or reaches_beyond(query, key, reach)
         if gaps or not bool((furthest <= limit).all()):
-            lines = fire_lines if self.geometry.causal and not gaps else None
-            return FunctionBias(fire_tile, (query, key, furthest, *network), lines)
+            tensors = (query, key, furthest, *network)
+            lines = fire_lines(*tensors) if self.geometry.causal and not gaps else None
+            return FunctionBias(fire_tile, tensors, lines)
         first = 0 if self.geometry.causal else 1 - reach
         distances = torch.arange(first, reach, device=query.device)[None]
         origin = torch.zeros_like(distances)

@@ -2,7 +2,8 @@
 // precision, and meets all queries that share its head. Nothing is packed, and the bias is made as it is added.
 //
 //   scores[i, j] = scale q[i] . k[j] + bias(i, j)
-//   bias         = 0, or table[query[i] - key[j] - first], or -slope[i] |query_level[i] - key_level[j]|, or row[i, j]
+//   bias         = 0, or table[query[i] - key[j] - first], or -slope[i] |query_level[i] - key_level[j]|, or row[i, j],
+//                  or line_slope[n] x + line_start[n] where n knots are at most x = factor[i] table[...]
 //
 // The keys of a head are cut into parts where there are more threads than heads; a part keeps a maximum, a sum and
 // an output per row, and the parts are put together at the end.
@@ -26,6 +27,8 @@ struct FewRows {
   int64_t table_stride, table_length, first;
   const int64_t *query, *key;
   int64_t query_stride, key_stride;
+  const float *factor, *knots, *line_slope, *line_start;
+  int64_t factor_stride, knot_count;
   const double *query_level, *key_level;
   int64_t query_level_strides[2], key_level_strides[2];
   const float* slope;
@@ -40,7 +43,7 @@ namespace {
 
 constexpr long BLOCK = 128;
 
-enum Kind { NONE = 0, TABLE = 1, LEVEL = 2, ROW = 3 };
+enum Kind { NONE = 0, TABLE = 1, LEVEL = 2, LINE = 3, ROW = 4 };
 
 typedef uint16_t u16x8 __attribute__((vector_size(16), aligned(2)));
 typedef uint32_t u32x8 __attribute__((vector_size(32)));
@@ -116,20 +119,46 @@ struct Row {
   std::vector<float> out;
 };
 
+// The table's entries for a row on keys that follow one another.
+void look_up(const FewRows& p, long batch, long head, long i, long column, long count, float* to) {
+  const float* table = p.table + head * p.table_stride;
+  const int64_t* key = p.key + batch * p.key_stride + column;
+  const int64_t query = p.query[batch * p.query_stride + i] - p.first, last = p.table_length - 1;
+  bool rising = true;
+  for (long j = 0; j < count; ++j) rising &= key[j] == key[0] + j;
+  const int64_t nearest = query - key[0] - (count - 1);
+  if (rising && nearest >= 0 && query - key[0] <= last) {
+    const float* from = table + nearest;
+    for (long j = 0; j < count; ++j) to[j] = from[count - 1 - j];
+  } else {
+    for (long j = 0; j < count; ++j) to[j] = table[std::min(std::max<int64_t>(query - key[j], 0), last)];
+  }
+}
+
+// Add to each score what its line has at x. Nearly always one line holds for all of a block.
+void add_lines(const FewRows& p, long head, const float* x, long count, float* scores) {
+  const auto line = [&](float at) { return std::upper_bound(p.knots, p.knots + p.knot_count, at) - p.knots; };
+  const float *slope = p.line_slope + head * (p.knot_count + 1), *start = p.line_start + head * (p.knot_count + 1);
+  const auto ends = std::minmax_element(x, x + count);
+  const long low = line(*ends.first), high = line(*ends.second);
+  if (low == high) {
+    for (long j = 0; j < count; ++j) scores[j] += slope[low] * x[j] + start[low];
+  } else {
+    for (long j = 0; j < count; ++j) scores[j] += slope[line(x[j])] * x[j] + start[line(x[j])];
+  }
+}
+
 // Add the bias to the scores of a row on keys that follow one another.
 void add_bias(const FewRows& p, long batch, long head, long i, long column, long count, float* scores) {
-  if (p.kind == TABLE) {
-    const float* table = p.table + head * p.table_stride;
-    const int64_t* key = p.key + batch * p.key_stride + column;
-    const int64_t query = p.query[batch * p.query_stride + i] - p.first, last = p.table_length - 1;
-    bool rising = true;
-    for (long j = 0; j < count; ++j) rising &= key[j] == key[0] + j;
-    const int64_t nearest = query - key[0] - (count - 1);
-    if (rising && nearest >= 0 && query - key[0] <= last) {
-      const float* from = table + nearest;
-      for (long j = 0; j < count; ++j) scores[j] += from[count - 1 - j];
+  if (p.kind == TABLE || p.kind == LINE) {
+    float found[BLOCK];
+    look_up(p, batch, head, i, column, count, found);
+    if (p.kind == TABLE) {
+      for (long j = 0; j < count; ++j) scores[j] += found[j];
     } else {
-      for (long j = 0; j < count; ++j) scores[j] += table[std::min(std::max<int64_t>(query - key[j], 0), last)];
+      const float factor = p.factor[batch * p.factor_stride + i];
+      for (long j = 0; j < count; ++j) found[j] *= factor;
+      add_lines(p, head, found, count, scores);
     }
   } else if (p.kind == LEVEL) {
     const double own = p.query_level[batch * p.query_level_strides[0] + head * p.query_level_strides[1] + i];

@@ -9,10 +9,10 @@ from torch import Tensor
 from lengthwise.attention import reference
 from lengthwise.attention.call import Call
 from lengthwise.attention.native import build
-from lengthwise.bias import DistanceBias, LevelBias
+from lengthwise.bias import DistanceBias, LevelBias, LineBias
 
 PRECISIONS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-NONE, TABLE, LEVEL, ROW = range(4)
+NONE, TABLE, LEVEL, LINE, ROW = range(5)
 FEW = 4
 
 
@@ -39,6 +39,8 @@ class Record(ctypes.Structure):
         *((n, ctypes.c_int64) for n in ("table_stride", "table_length", "first")),
         *((n, ctypes.c_void_p) for n in ("query", "key")),
         *((n, ctypes.c_int64) for n in ("query_stride", "key_stride")),
+        *((n, ctypes.c_void_p) for n in ("factor", "knots", "line_slope", "line_start")),
+        *((n, ctypes.c_int64) for n in ("factor_stride", "knot_count")),
         *((n, ctypes.c_void_p) for n in ("query_level", "key_level")),
         *((n, ctypes.c_int64 * 2) for n in ("query_level_strides", "key_level_strides")),
         ("slope", ctypes.c_void_p),
@@ -92,17 +94,17 @@ def _describe_masks(record: Record, call: Call) -> list[Tensor]:
 
 
 def _describe_bias(record: Record, call: Call) -> list[Tensor]:
-    bias = call.bias
+    bias = call.in_lines().bias
     if bias is None:
         return []
     if isinstance(bias, DistanceBias):
-        table, query, key = bias.table.float().contiguous(), bias.query.long(), bias.key.long()
-        record.kind, record.table, record.first = TABLE, table.data_ptr(), bias.first
-        record.table_stride, record.table_length = _spread(table, 1)[0], table.shape[1]
-        query, key = _last_contiguous(query), _last_contiguous(key)
-        record.query, record.key = query.data_ptr(), key.data_ptr()
-        record.query_stride, record.key_stride = _spread(query, 1)[0], _spread(key, 1)[0]
-        return [table, query, key]
+        record.kind = TABLE
+        return _describe_table(record, bias)
+    if isinstance(bias, LineBias):
+        parts = [x.float().contiguous() for x in (bias.factor, bias.knots, bias.slope, bias.intercept)]
+        record.kind, record.factor_stride, record.knot_count = LINE, _spread(parts[0], 1)[0], parts[1].shape[0]
+        record.factor, record.knots, record.line_slope, record.line_start = (x.data_ptr() for x in parts)
+        return [*parts, *_describe_table(record, bias.curve)]
     if isinstance(bias, LevelBias):
         query, key = (_last_contiguous(x.double()) for x in (bias.query_level, bias.key_level))
         slope = _last_contiguous(bias.slope.float())
@@ -113,6 +115,15 @@ def _describe_bias(record: Record, call: Call) -> list[Tensor]:
     row = _last_contiguous(bias.dense().float())
     record.kind, record.row, record.row_strides = ROW, row.data_ptr(), _spread(row, 3)
     return [row]
+
+
+def _describe_table(record: Record, bias: DistanceBias) -> list[Tensor]:
+    table, query, key = bias.table.float().contiguous(), bias.query.long(), bias.key.long()
+    record.table, record.table_stride, record.table_length = table.data_ptr(), _spread(table, 1)[0], table.shape[1]
+    query, key = _last_contiguous(query), _last_contiguous(key)
+    record.query, record.key, record.first = query.data_ptr(), key.data_ptr(), bias.first
+    record.query_stride, record.key_stride = _spread(query, 1)[0], _spread(key, 1)[0]
+    return [table, query, key]
 
 
 def _rows(x: Tensor) -> Tensor:
