@@ -146,7 +146,7 @@ def round_robin(runs: dict[str, Callable[[], object]], seconds: float) -> dict[s
     """Every run once a round, all of them warm by now; once is enough where a round takes long."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     began = time.perf_counter()
-    for round in range(50):
+    for round in range(300):
         passed = time.perf_counter() - began
         if passed > seconds and (round >= 2 or passed > LONG):
             break

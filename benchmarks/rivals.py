@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +39,11 @@ class Setup:
     cached: dict[str, Tensor] | None = None
     """The state of all tokens, which a decoder has beside its keys."""
 
+    @cached_property
+    def positions(self) -> Tensor:
+        """Of all tokens; a model has them once for all layers."""
+        return torch.arange(self.k.shape[2])
+
     def __post_init__(self) -> None:
         for tensor in (self.q, self.k, self.v):
             tensor.requires_grad_(self.learning)
@@ -49,15 +55,14 @@ class Setup:
 
     def bias(self, rows: int | None = None) -> lw.Bias | None:
         """Built anew, as a model does in every forward pass."""
-        rows = rows or self.q.shape[2]
-        key = torch.arange(self.k.shape[2])
+        rows, key = rows or self.q.shape[2], self.positions
         if self.cached is None or rows == len(key):
             return self.encoding.bias(self.x, key[-rows:], key)
         return self.encoding.bias(self.x[:, -rows:], key[-rows:], key, self.cached)
 
     def turned(self) -> tuple[Tensor, Tensor]:
         """Queries and keys as they meet."""
-        key = torch.arange(self.k.shape[2])
+        key = self.positions
         return self.encoding.rotate(self.q, self.k, key[-self.q.shape[2] :], key)
 
     def call(self, bias: lw.Bias | None = None) -> Call:

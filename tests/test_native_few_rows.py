@@ -78,6 +78,26 @@ def test_straight_lines_are_added_whether_a_block_has_one_or_many():
         assert_like_reference(lw.checked_call(call.q, call.k, call.v, bias=lines))
 
 
+@pytest.mark.parametrize("name", ["cable", "cable-nw", "fox"])
+def test_steps_are_summed_to_the_same_levels_wherever_they_lie(name):
+    encoding = lw.make(name, heads=HEADS, width=48, head_dim=DIM, train_length=64)
+    call, key, x = make_call(), torch.arange(KEYS), torch.randn(BATCH, KEYS, 48)
+    levels = encoding.bias(x[:, -3:], key[-3:], key, encoding.state(x))
+    with torch.no_grad():
+        state = {"step": torch.stack([encoding.state(x)["step"]] * 3, -1)[..., 1]}
+        steps = encoding.bias(x[:, -3:], key[-3:], key, state)
+        assert isinstance(steps, lw.bias.StepBias)
+        first, second = (
+            few_rows.attend(lw.checked_call(call.q, call.k, call.v, bias=bias)) for bias in (levels, steps)
+        )
+        assert torch.equal(first, second)
+        assert torch.equal(levels.dense(), steps.dense())
+        room = encoding.bias(x[:, :3], key[200:203], key, state, start=200)
+        shifted = lw.checked_call(call.q, call.k, call.v, bias=room, start=200)
+        assert choose(shifted) == "native"
+        assert torch.allclose(few_rows.attend(shifted), reference.attend(shifted), atol=1e-5)
+
+
 def test_keys_and_values_are_read_where_they_lie():
     call = make_call("alibi")
     wide = torch.full((BATCH, KEYS + 9, 3, DIM + 5), torch.nan)

@@ -7,7 +7,6 @@ import torch
 from browser_kit import Seen, needs_chromium, open_browser
 from model_kit import LENGTH, loud_model, tokens
 
-from lengthwise.encodings.fire import fire_lines
 from lengthwise.inspect import position_maps, position_views
 from lengthwise.inspect.cells import Cells
 from lengthwise.inspect.look import position_records
@@ -49,7 +48,7 @@ def open_page(browser, path, page: Page, **options: object) -> Seen:
 def as_lines(views):
     """The same views with FIRE's function as the straight lines that it is made of."""
     bias = views["bias"]
-    maps = tuple(replace(one, described=fire_lines(*one.described.tensors)) for one in bias.maps)
+    maps = tuple(replace(one, described=one.described.lines) for one in bias.maps)
     return views | {"bias": replace(bias, maps=maps)}
 
 

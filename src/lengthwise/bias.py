@@ -10,7 +10,9 @@ documents and padding are arguments of attention and never part of a bias.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float, Int
@@ -36,6 +38,11 @@ def registered_tile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def wide(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """The same numbers in float32 or better: half precision cannot hold a position."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def without_autocast(device: str) -> AbstractContextManager[object]:
+    """Full precision within; nothing at all where there is no autocast, since in decoding even that would be felt."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 class Bias(ABC):
@@ -124,12 +131,12 @@ class LevelBias(Bias):
         parts = (self.query_level, self.key_level, self.slope)
         for name, part in zip(("query_level", "key_level", "slope"), parts, strict=True):
             check_tensor(name, part, ("batch or 1", "head or 1", "position"), "floating-point", "One number a token.")
-        for axis, what in enumerate(("batch", "heads")):
-            sizes = [part.shape[axis] for part in parts]
+        batches, heads, (queries, _, slopes) = zip(*(part.shape for part in parts), strict=True)
+        for what, sizes in (("batch", batches), ("heads", heads)):
             check_broadcast("levels and slope", sizes, what, "Make all of them from the same tokens.")
-        if self.slope.shape[2] not in (1, self.query_level.shape[2]):
+        if slopes not in (1, queries):
             raise ValueError(
-                f"slope must have one number a query, {self.query_level.shape[2]}, or 1; {self.slope.shape[2]} came. "
+                f"slope must have one number a query, {queries}, or 1; {slopes} came. "
                 "Make it from the tokens of the queries."
             )
 
@@ -150,6 +157,37 @@ class LevelBias(Bias):
         slope = wide(self.slope).expand(-1, -1, self.query_level.shape[2])[..., rows, None]
         way = (self.query_level[..., rows, None] - self.key_level[..., None, columns]).abs()
         return -slope * way.to(slope.dtype)
+
+
+class StepBias(LevelBias):
+    """A LevelBias without gradients whose levels are running sums of steps, not summed until they are asked for.
+
+    A decoder has the steps of thousands of tokens and needs each sum for one query; its kernel sums as it reads.
+    """
+
+    step: Float[Tensor, "batch head key"]
+    start: int
+    """The slot of the first query among the keys."""
+    queries: int
+
+    def __init__(self, step: Tensor, slope: Tensor, start: int, queries: int) -> None:
+        vars(self).update(step=step, slope=slope, start=start, queries=queries)
+
+    @cached_property
+    def key_level(self) -> Float[Tensor, "batch head key"]:
+        """The sum of the steps up to each key."""
+        return self.step.cumsum(2, dtype=torch.float64)
+
+    @cached_property
+    def query_level(self) -> Float[Tensor, "batch head query"]:
+        """The levels of the queries' own slots."""
+        return self.key_level[:, :, self.start : self.start + self.queries]
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch, head, query, key)."""
+        batch, heads, keys = self.step.shape
+        return batch, heads, self.queries, keys
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,6 +216,8 @@ class FunctionBias(Bias):
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(batch or 1, head or 1, query, key)."""
+        if self.lines is not None:
+            return self.lines.shape
         batch, heads = self.tile(slice(0, 1), slice(0, 1)).shape[:2]
         return batch, heads, self.tensors[0].shape[-1], self.tensors[1].shape[-1]
 

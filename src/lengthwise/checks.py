@@ -49,10 +49,10 @@ def check_tensor(name: str, value: object, axes: Sequence[str | int], kind: Kind
         raise TypeError(f"{name} must be {_article(kind)} tensor; {came(value)} came. {advice}")
     if kind_of(value) != kind:
         raise TypeError(f"{name} must be {_article(kind)} tensor; {value.dtype} came. {advice}")
-    fits = value.ndim == len(axes)
-    if not fits or not all(isinstance(axis, str) or axis == value.shape[n] for n, axis in enumerate(axes)):
+    shape = value.shape
+    if len(shape) != len(axes) or any(a != n for a, n in zip(axes, shape, strict=True) if not isinstance(a, str)):
         wanted = f"({', '.join(map(str, axes))})"
-        raise ValueError(f"{name} must be {wanted}; its shape is {tuple(value.shape)}. {advice}")
+        raise ValueError(f"{name} must be {wanted}; its shape is {tuple(shape)}. {advice}")
 
 
 def check_broadcast(names: str, sizes: Sequence[int], what: str, advice: str) -> None:
@@ -65,11 +65,12 @@ def check_broadcast(names: str, sizes: Sequence[int], what: str, advice: str) ->
 
 def kind_of(tensor: Tensor) -> str:
     """Whether it holds floating-point numbers, integers, booleans or complex numbers."""
-    if tensor.is_floating_point():
+    dtype = tensor.dtype
+    if dtype.is_floating_point:
         return "floating-point"
-    if tensor.is_complex():
+    if dtype.is_complex:
         return "complex"
-    return "bool" if tensor.dtype == torch.bool else "integer"
+    return "bool" if dtype == torch.bool else "integer"
 
 
 def _article(kind: str) -> str:

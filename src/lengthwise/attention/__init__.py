@@ -3,17 +3,15 @@
 A backend is a module with `objections(call)`, the reasons why it cannot take a call, and `attend(call)`.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lengthwise.attention import flex, native, reference, row_block, sdpa
 from lengthwise.attention.call import Call, Rescore, checked_call
 from lengthwise.attention.reference import Explanation
-from lengthwise.bias import Bias
+from lengthwise.bias import Bias, without_autocast
 
 __all__ = ["BACKENDS", "Call", "Explanation", "attend", "checked_call", "choose", "explain", "preference"]
 
@@ -68,7 +66,7 @@ def attend(
         start=start,
     )
     module = BACKENDS[choose(call, backend)]
-    with _without_autocast(q.device.type):
+    with without_autocast(q.device.type):
         return module.attend(call)
 
 
@@ -81,7 +79,7 @@ def explain(call: Call) -> Explanation:
             [0.5000, 0.5000]])
     """
     choose(call, "reference")
-    with _without_autocast(call.q.device.type):
+    with without_autocast(call.q.device.type):
         return reference.explain(call)
 
 
@@ -114,11 +112,6 @@ def preference(call: Call) -> tuple[str, ...]:
     if call.q.device.type != "cpu":
         return ("flex", *BACKENDS)
     return ("native", "row_block", "reference", "sdpa")
-
-
-def _without_autocast(device: str) -> AbstractContextManager[object]:
-    """Nothing where there is none: in decoding even an empty autocast would be felt."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _refusal(call: Call, names: tuple[str, ...]) -> str:

@@ -64,8 +64,10 @@ class Call:
     @property
     def needs_grad(self) -> bool:
         """Whether a backward pass may follow."""
+        if not torch.is_grad_enabled():
+            return False
         tensors = (self.q, self.k, self.v, *(self.bias.sources if self.bias else ()))
-        return torch.is_grad_enabled() and (any(t.requires_grad for t in tensors) or self.rescore is not None)
+        return any(t.requires_grad for t in tensors) or self.rescore is not None
 
     @property
     def is_plain(self) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from lengthwise.attention.call import Call
-from lengthwise.bias import Bias, DenseBias, DistanceBias, LevelBias, LineBias, wide
+from lengthwise.bias import Bias, DenseBias, DistanceBias, LevelBias, LineBias, StepBias, wide
 
 Score = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """score(content, batch, head, query, key), all of them single numbers to the compiler."""
@@ -106,6 +106,7 @@ def dense_score(bias: DenseBias) -> Score:
 SCORES: dict[type[Bias], Callable[..., Score]] = {
     DistanceBias: distance_score,
     LevelBias: level_score,
+    StepBias: level_score,
     LineBias: line_score,
     DenseBias: dense_score,
 }

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from lengthwise.bias import Bias, wide
+from lengthwise.bias import Bias, wide, without_autocast
 from lengthwise.checks import came, check_broadcast, check_flag, check_tensor, check_whole
 
 Tokens = Float[Tensor, "batch position width"]
@@ -167,9 +167,9 @@ def checked_positions(
     """Positions as (batch or 1, position) each, or an error. A key may be negative (padding), a query may not."""
     query, key = _two_axes("query positions", query), _two_axes("key positions", key)
     check_broadcast("query and key positions", (query.shape[0], key.shape[0]), "batch", "Give one row or one each.")
-    if not torch.compiler.is_compiling() and query.numel() and int(query.min()) < 0:
+    if not torch.compiler.is_compiling() and query.numel() and (lowest := int(query.min())) < 0:
         raise PositionError(
-            f"a query's position must be 0 or more; {int(query.min())} came. Give padding position 0 and mask it."
+            f"a query's position must be 0 or more; {lowest} came. Give padding position 0 and mask it."
         )
     return query, key
 
@@ -213,11 +213,11 @@ def reaches_beyond(query: Positions, key: Positions, reach: int) -> bool:
     if query.numel() == 0 or key.numel() == 0:
         return False
     (first, last), (lowest, highest) = query.aminmax(), key.aminmax()
-    furthest = torch.maximum(last - lowest, highest - first)
     if torch.compiler.is_compiling():
+        furthest = torch.maximum(last - lowest, highest - first)
         torch._assert_async(furthest < reach, "positions with gaps need a longer table than a compiled graph has")
         return False
-    return bool(furthest >= reach)
+    return max(int(last) - int(lowest), int(highest) - int(first)) >= reach
 
 
 def run_ends(positions: Positions) -> Positions:
@@ -234,7 +234,7 @@ def project(layer: nn.Linear, x: Tokens) -> Float[Tensor, "batch head position"]
     """layer(x) with heads first, in float32 or better whatever the autocast: positions are made of it."""
     x = wide(x)
     bias = None if layer.bias is None else layer.bias.to(x.dtype)
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device.type):
         return F.linear(x, layer.weight.to(x.dtype), bias).transpose(1, 2).contiguous()
 
 

@@ -23,5 +23,4 @@ class Cable(SlopedStepEncoding):
         self, x: Tokens, query: Positions, key: Positions, state: State | None = None, start: Slot | None = None
     ) -> LevelBias:
         """-slope |level - level|."""
-        query_level, key_level = self.levels(x, query, key, state, start)
-        return LevelBias(query_level, key_level, self.slope(x, query_level.shape[2]))
+        return self.level_bias(x, query, key, state, start, self.slope(x, query.shape[-1]))

@@ -26,4 +26,4 @@ class CableNoWeights(StepEncoding):
         self, x: Tokens, query: Positions, key: Positions, state: State | None = None, start: Slot | None = None
     ) -> LevelBias:
         """-|level - level|."""
-        return LevelBias(*self.levels(x, query, key, state, start), unit_slope(x))
+        return self.level_bias(x, query, key, state, start, unit_slope(x))

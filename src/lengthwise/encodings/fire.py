@@ -8,10 +8,22 @@ depends on distance alone and is a table; beyond, it is a function of both posit
 that meet where a hidden unit is 0, at most 33 of them say all of it.
 """
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
-from lengthwise.bias import Bias, DistanceBias, FunctionBias, Index, LineBias, registered_tile, wide
+from lengthwise.bias import (
+    Bias,
+    DistanceBias,
+    FunctionBias,
+    Index,
+    LineBias,
+    registered_tile,
+    wide,
+    without_autocast,
+)
 from lengthwise.checks import check_number, check_whole
 from lengthwise.encodings.base import (
     Encoding,
@@ -25,6 +37,7 @@ from lengthwise.encodings.base import (
     reset_linear,
     run_ends,
 )
+from lengthwise.encodings.kept import Kept
 
 
 class Fire(Encoding):
@@ -43,6 +56,7 @@ class Fire(Encoding):
         self.multiplier = nn.Parameter(torch.empty(1))
         self.into = nn.Linear(1, hidden)
         self.out = nn.Linear(hidden, geometry.heads)
+        self._tables, self._lines = Kept(), Kept()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -58,20 +72,21 @@ class Fire(Encoding):
         """A table if every query is within L, else the function; a compiled graph cannot look and takes the latter."""
         query, key = checked_positions(query, key)
         furthest = query if self.geometry.causal else torch.maximum(query, run_ends(query) - query)
-        limit = (wide(self.multiplier) * self.threshold).abs()
-        network = (wide(self.c), limit, *(wide(p) for p in (*self.into.parameters(), *self.out.parameters())))
+        c, limit = wide(self.c), (wide(self.multiplier) * self.threshold).abs()
+        layers = [wide(p) for layer in (self.into, self.out) for p in (layer.weight, layer.bias)]
         reach = max(query.shape[1], key.shape[1])
         gaps = torch.compiler.is_compiling() or reaches_beyond(query, key, reach)
         if gaps or not bool((furthest <= limit).all()):
-            tensors = (query, key, furthest, *network)
-            lines = fire_lines(*tensors) if self.geometry.causal and not gaps else None
+            tensors, lines = (query, key, furthest, c, limit, *layers), None
+            if self.geometry.causal and not gaps:
+                make_lines = partial(fire_lines, c=c, layers=layers)
+                curve, *line = self._lines.table(make_lines, reach, query.shape[1], c, *layers)
+                factor = 1 / (torch.log1p(c.abs() * torch.maximum(furthest, limit)) + 1e-6)
+                lines = LineBias(DistanceBias(curve, query, key), factor, *line)
             return FunctionBias(fire_tile, tensors, lines)
-        first = 0 if self.geometry.causal else 1 - reach
-        distances = torch.arange(first, reach, device=query.device)[None]
-        origin = torch.zeros_like(distances)
-        with torch.autocast(query.device.type, enabled=False):
-            table = fire_tile(slice(None), slice(0, 1), distances, origin, origin, *network)
-        return DistanceBias(table[0, :, :, 0], query, key, first)
+        make_table = partial(fire_table, causal=self.geometry.causal, network=(c, limit, *layers))
+        table, first = self._tables.table(make_table, reach, query.shape[1], c, limit, *layers)
+        return DistanceBias(table, query, key, first)
 
 
 @registered_tile
@@ -97,21 +112,19 @@ def fire_tile(
     return heads.unflatten(2, relative.shape[1:])
 
 
-def fire_lines(
-    query: Tensor,
-    key: Tensor,
-    furthest: Tensor,
-    c: Tensor,
-    limit: Tensor,
-    weight_in: Tensor,
-    bias_in: Tensor,
-    weight_out: Tensor,
-    bias_out: Tensor,
-) -> LineBias:
-    """The same as straight lines in psi(distance), for positions without gaps under causality."""
-    distances = torch.arange(max(query.shape[1], key.shape[1]), device=query.device)
-    scope = torch.maximum(furthest.to(limit.dtype), limit)
-    curve = DistanceBias(torch.log1p(c.abs() * distances)[None], query, key)
+def fire_table(reach: int, *, causal: bool, network: Sequence[Tensor]) -> tuple[Tensor, int]:
+    """Up to L: one number per head and distance below `reach`, and the first distance."""
+    first = 0 if causal else 1 - reach
+    distances = torch.arange(first, reach, device=network[0].device)[None]
+    origin = torch.zeros_like(distances)
+    with without_autocast(distances.device.type):
+        return fire_tile(slice(None), slice(0, 1), distances, origin, origin, *network)[0, :, :, 0], first
+
+
+def fire_lines(reach: int, *, c: Tensor, layers: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """f as straight lines: psi of all distances below `reach`, and the lines' knots, slopes and intercepts."""
+    weight_in, bias_in, weight_out, bias_out = layers
+    curve = torch.log1p(c.abs() * torch.arange(reach, device=c.device))[None]
     into = weight_in[:, 0]
     # A unit that does not look at its input has no knot: it is on or off throughout.
     knots, order = torch.where(into == 0, torch.inf, -bias_in / into).detach().sort()
@@ -119,4 +132,4 @@ def fire_lines(
     on = torch.where(into == 0, bias_in > 0, passed == (into > 0)).to(weight_out.dtype)
     # Not a matrix product, whose order of summing may depend on where in memory its factors lie.
     slope, intercept = ((weight_out[:, None] * (on * unit)).sum(-1) for unit in (into, bias_in))
-    return LineBias(curve, 1 / (torch.log1p(c.abs() * scope) + 1e-6), knots, slope, intercept + bias_out[:, None])
+    return curve, knots, slope, intercept + bias_out[:, None]

@@ -28,6 +28,7 @@ from lengthwise.encodings.base import (
     checked_positions,
     reaches_beyond,
 )
+from lengthwise.encodings.kept import Kept
 
 FLOOR = 0.01
 
@@ -44,6 +45,7 @@ class _Kernel(Encoding):
         super().__init__(geometry)
         self.raw_p = nn.Parameter(torch.empty(geometry.heads))
         self.raw_a = nn.Parameter(torch.empty(geometry.heads))
+        self._kept = Kept()
         self.reset_parameters()
 
     @property
@@ -61,14 +63,19 @@ class _Kernel(Encoding):
     ) -> Bias:
         """A table with one number per distance, or the function itself where positions have gaps."""
         query, key = checked_positions(query, key)
-        tile = type(self).tile_function
         reach = max(query.shape[1], key.shape[1])
         if reaches_beyond(query, key, reach):
-            return FunctionBias(tile, (query, key, self.p, self.a))
+            return FunctionBias(type(self).tile_function, (query, key, self.p, self.a))
+        table, first = self._kept.table(self._table, reach, query.shape[1], self.raw_p, self.raw_a)
+        return DistanceBias(table, query, key, first)
+
+    def _table(self, reach: int) -> tuple[Float[Tensor, "head distance"], int]:
+        """One number per distance below `reach`, and the first distance."""
         first = 0 if self.geometry.causal else 1 - reach
-        distances = torch.arange(first, reach, device=query.device)[None]
-        table = tile(slice(None), slice(None), distances, torch.zeros_like(distances[:, :1]), self.p, self.a)
-        return DistanceBias(table[0, :, :, 0], query, key, first)
+        distances = torch.arange(first, reach, device=self.raw_p.device)[None]
+        origin = torch.zeros_like(distances[:, :1])
+        table = type(self).tile_function(slice(None), slice(None), distances, origin, self.p, self.a)
+        return table[0, :, :, 0], first
 
 
 def _distance(rows: Index, columns: Index, query: Tensor, key: Tensor) -> Tensor:

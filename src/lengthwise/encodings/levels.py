@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from lengthwise.bias import wide
+from lengthwise.bias import LevelBias, StepBias, wide
 from lengthwise.checks import came, check_tensor
 from lengthwise.encodings.base import (
     Encoding,
@@ -65,10 +65,26 @@ class StepEncoding(Encoding):
             )
         return {"step": step.where(key_mask[:, None], 0)}
 
+    def level_bias(
+        self, x: Tokens, query: Positions, key: Positions, state: State | None, start: Slot | None, slope: Levels
+    ) -> LevelBias:
+        """-slope |level - level|."""
+        step, queries = self._checked(x, query, key, state, start)
+        eager = not torch.compiler.is_compiling() and not torch.is_grad_enabled()
+        if state is not None and eager and not isinstance(start, Tensor):
+            return StepBias(step, slope, step.shape[2] - queries if start is None else start, queries)
+        return LevelBias(*_levels(step, queries, start), slope)
+
     def levels(
         self, x: Tokens, query: Positions, key: Positions, state: State | None, start: Slot | None
     ) -> tuple[Levels, Levels]:
         """The levels of queries and of keys, float64."""
+        return _levels(*self._checked(x, query, key, state, start), start)
+
+    def _checked(
+        self, x: Tokens, query: Positions, key: Positions, state: State | None, start: Slot | None
+    ) -> tuple[Levels, int]:
+        """The steps of all keys, and how many queries there are."""
         query, key = checked_positions(query, key)
         queries, keys = query.shape[1], key.shape[1]
         checked_tokens(x, self.geometry.width)
@@ -78,9 +94,7 @@ class StepEncoding(Encoding):
                 f"queries have slots among the keys; {queries} queries from start={start} and {keys} keys came. "
                 "Pass the positions of all keys, old and new."
             )
-        step = self._checked_step(x, keys, state)
-        key_level = step.cumsum(2, dtype=torch.float64)
-        return of_queries(key_level, queries, start), key_level
+        return self._checked_step(x, keys, state), queries
 
     def _checked_step(self, x: Tokens, keys: int, state: State | None) -> Levels:
         if state is None:
@@ -114,6 +128,11 @@ class SlopedStepEncoding(StepEncoding):
     def slope(self, x: Tokens, queries: int) -> Levels:
         """softplus(W_s x + b_s) of the queries, which are the last of x."""
         return of_queries(F.softplus(project(self.to_slope, x)), queries)
+
+
+def _levels(step: Levels, queries: int, start: Slot | None) -> tuple[Levels, Levels]:
+    key_level = step.cumsum(2, dtype=torch.float64)
+    return of_queries(key_level, queries, start), key_level
 
 
 def of_queries(values: Levels, queries: int, start: Slot | None = None) -> Levels:

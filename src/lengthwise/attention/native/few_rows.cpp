@@ -4,6 +4,7 @@
 //   scores[i, j] = scale q[i] . k[j] + bias(i, j)
 //   bias         = 0, or table[query[i] - key[j] - first], or -slope[i] |query_level[i] - key_level[j]|, or row[i, j],
 //                  or line_slope[n] x + line_start[n] where n knots are at most x = factor[i] table[...]
+//   key_level[j] = the sum of step up to j, if steps are given, and query_level[i] = key_level[step_start + i]
 //
 // The keys of a head are cut into parts where there are more threads than heads; a part keeps a maximum, a sum and
 // an output per row, and the parts are put together at the end.
@@ -14,7 +15,7 @@
 #include "vectors.h"
 
 // What Python hands over; few_rows.py has the same fields in the same order. A stride counts elements, and is 0 along
-// an axis that is spread; the last axis of every array is contiguous.
+// an axis that is spread; the last axis of every array is contiguous, but for the steps, which lie among the keys.
 struct FewRows {
   int64_t batch, heads, group, queries, keys, dim, value, precision, kind, causal, window, start, threads;
   int64_t q_strides[3], k_strides[3], v_strides[3];  // sequence, head, position
@@ -31,6 +32,8 @@ struct FewRows {
   int64_t factor_stride, knot_count;
   const double *query_level, *key_level;
   int64_t query_level_strides[2], key_level_strides[2];
+  const float* step;
+  int64_t step_strides[3], step_start;
   const float* slope;
   int64_t slope_strides[3];
   const float* row;
@@ -43,7 +46,7 @@ namespace {
 
 constexpr long BLOCK = 128;
 
-enum Kind { NONE = 0, TABLE = 1, LEVEL = 2, LINE = 3, ROW = 4 };
+enum Kind { NONE = 0, TABLE = 1, LEVEL = 2, LINE = 3, STEP = 4, ROW = 5 };
 
 typedef uint16_t u16x8 __attribute__((vector_size(16), aligned(2)));
 typedef uint32_t u32x8 __attribute__((vector_size(32)));
@@ -110,6 +113,25 @@ inline void mix(const float* weights, const long* keys, long count, const T* v, 
     for (int n = 0; n < VECTORS; ++n) sums[n] += weight * load(from + 8 * n);
   }
   for (int n = 0; n < VECTORS; ++n) store(out + 8 * n, sums[n]);
+}
+
+// The levels of all sequences and heads from their steps. Four sums run at a time, since each waits for its last step.
+std::vector<double> add_up(const FewRows& p) {
+  const long rows = p.batch * p.heads;
+  std::vector<double> levels(rows * p.keys);
+  share(p.threads, (rows + 3) / 4, [&](long n) {
+    const float* from[4];
+    double *to[4], sums[4] = {0, 0, 0, 0};
+    for (long r = 0; r < 4; ++r) {
+      const long row = std::min(4 * n + r, rows - 1);
+      from[r] = p.step + row / p.heads * p.step_strides[0] + row % p.heads * p.step_strides[1];
+      to[r] = &levels[row * p.keys];
+    }
+    for (long j = 0; j < p.keys; ++j)
+#pragma GCC unroll 4
+      for (int r = 0; r < 4; ++r) to[r][j] = sums[r] += from[r][j * p.step_strides[2]];
+  });
+  return levels;
 }
 
 // What a part of the keys amounts to for one row.
@@ -267,6 +289,16 @@ extern "C" {
 
 // 1 if every number that a row may see was finite; else the output says nothing.
 int lengthwise_few_rows(const FewRows* p) {
+  if (p->kind == STEP) {
+    const std::vector<double> levels = add_up(*p);
+    FewRows summed = *p;
+    summed.kind = LEVEL;
+    summed.key_level = levels.data();
+    summed.query_level = levels.data() + p->step_start;
+    for (int64_t* strides : {summed.key_level_strides, summed.query_level_strides})
+      strides[0] = p->heads * p->keys, strides[1] = p->keys;
+    return lengthwise_few_rows(&summed);
+  }
   const long heads = p->heads / p->group, pieces = p->batch * heads, rows = p->group * p->queries;
   const long blocks = (p->keys + BLOCK - 1) / BLOCK;
   const long parts = std::max<long>(1, std::min<long>(blocks, pieces % p->threads == 0 ? 1 : 2 * p->threads));

@@ -9,10 +9,10 @@ from torch import Tensor
 from lengthwise.attention import reference
 from lengthwise.attention.call import Call
 from lengthwise.attention.native import build
-from lengthwise.bias import DistanceBias, LevelBias, LineBias
+from lengthwise.bias import DistanceBias, LevelBias, LineBias, StepBias
 
 PRECISIONS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-NONE, TABLE, LEVEL, LINE, ROW = range(5)
+NONE, TABLE, LEVEL, LINE, STEP, ROW = range(6)
 FEW = 4
 
 
@@ -43,6 +43,9 @@ class Record(ctypes.Structure):
         *((n, ctypes.c_int64) for n in ("factor_stride", "knot_count")),
         *((n, ctypes.c_void_p) for n in ("query_level", "key_level")),
         *((n, ctypes.c_int64 * 2) for n in ("query_level_strides", "key_level_strides")),
+        ("step", ctypes.c_void_p),
+        ("step_strides", ctypes.c_int64 * 3),
+        ("step_start", ctypes.c_int64),
         ("slope", ctypes.c_void_p),
         ("slope_strides", ctypes.c_int64 * 3),
         ("row", ctypes.c_void_p),
@@ -106,9 +109,14 @@ def _describe_bias(record: Record, call: Call) -> list[Tensor]:
         record.factor, record.knots, record.line_slope, record.line_start = (x.data_ptr() for x in parts)
         return [*parts, *_describe_table(record, bias.curve)]
     if isinstance(bias, LevelBias):
-        query, key = (_last_contiguous(x.double()) for x in (bias.query_level, bias.key_level))
         slope = _last_contiguous(bias.slope.float())
-        record.kind, record.slope, record.slope_strides = LEVEL, slope.data_ptr(), _spread(slope, 3)
+        record.slope, record.slope_strides = slope.data_ptr(), _spread(slope, 3)
+        if isinstance(bias, StepBias) and bias.step.dtype == torch.float32:
+            record.kind, record.step, record.step_start = STEP, bias.step.data_ptr(), bias.start
+            record.step_strides = bias.step.stride()
+            return [bias.step, slope]
+        query, key = (_last_contiguous(x.double()) for x in (bias.query_level, bias.key_level))
+        record.kind = LEVEL
         record.query_level, record.query_level_strides = query.data_ptr(), _spread(query, 2)
         record.key_level, record.key_level_strides = key.data_ptr(), _spread(key, 2)
         return [query, key, slope]
@@ -118,7 +126,7 @@ def _describe_bias(record: Record, call: Call) -> list[Tensor]:
 
 
 def _describe_table(record: Record, bias: DistanceBias) -> list[Tensor]:
-    table, query, key = bias.table.float().contiguous(), bias.query.long(), bias.key.long()
+    table, query, key = _last_contiguous(bias.table.float()), bias.query.long(), bias.key.long()
     record.table, record.table_stride, record.table_length = table.data_ptr(), _spread(table, 1)[0], table.shape[1]
     query, key = _last_contiguous(query), _last_contiguous(key)
     record.query, record.key, record.first = query.data_ptr(), key.data_ptr(), bias.first

@@ -10,7 +10,7 @@ from torch import Tensor
 from lengthwise.attention.call import Call
 from lengthwise.attention.row_block.distance_terms import slot_offsets
 from lengthwise.attention.row_block.visible import Visible
-from lengthwise.bias import Bias, DistanceBias, LevelBias, LineBias, wide
+from lengthwise.bias import Bias, DistanceBias, LevelBias, LineBias, StepBias, wide
 
 COLUMNS = 128
 """The kernel reads the bias in blocks of so many keys, so the strip has as much room behind."""
@@ -67,7 +67,7 @@ ARRAYS = [
     "d_line_start",
     "visited",
 ]
-KINDS = {type(None): 0, DistanceBias: 1, LevelBias: 2, LineBias: 3}
+KINDS = {type(None): 0, DistanceBias: 1, LevelBias: 2, StepBias: 2, LineBias: 3}
 LINES = 256
 """The kernel has room for so many lines."""
 
