@@ -173,6 +173,11 @@ class StepBias(LevelBias):
     def __init__(self, step: Tensor, slope: Tensor, start: int, queries: int) -> None:
         vars(self).update(step=step, slope=slope, start=start, queries=queries)
 
+    @property
+    def queries_last(self) -> bool:
+        """Whether no key comes after the queries."""
+        return self.start + self.queries == self.step.shape[2]
+
     @cached_property
     def key_level(self) -> Float[Tensor, "batch head key"]:
         """The sum of the steps up to each key."""

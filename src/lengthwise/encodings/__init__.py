@@ -1,7 +1,7 @@
 """Positional encodings, one file each."""
 
 from lengthwise.encodings.alibi import Alibi
-from lengthwise.encodings.base import Encoding, Geometry, PositionError, State, checked_positions
+from lengthwise.encodings.base import Encoding, Geometry, State
 from lengthwise.encodings.cable import Cable
 from lengthwise.encodings.cable_nw import CableNoWeights
 from lengthwise.encodings.cope import Cope
@@ -13,6 +13,7 @@ from lengthwise.encodings.k_cable import KCable
 from lengthwise.encodings.kerple import KerpleLog, KerplePower
 from lengthwise.encodings.learned import Learned
 from lengthwise.encodings.none import NoPosition
+from lengthwise.encodings.positions import PositionError, checked_positions
 from lengthwise.encodings.registry import ENCODINGS, make, register
 from lengthwise.encodings.rope import Rope
 from lengthwise.encodings.sinusoidal import Sinusoidal

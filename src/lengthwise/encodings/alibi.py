@@ -14,7 +14,8 @@ import torch
 
 from lengthwise.bias import LevelBias
 from lengthwise.checks import check_choice
-from lengthwise.encodings.base import Encoding, Geometry, Positions, Slot, State, Tokens, checked_positions
+from lengthwise.encodings.base import Encoding, Geometry, Slot, State, Tokens
+from lengthwise.encodings.positions import Positions, checked_positions
 
 
 class Alibi(Encoding):

@@ -11,19 +11,16 @@ import inspect
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from lengthwise.bias import Bias, wide, without_autocast
-from lengthwise.checks import came, check_broadcast, check_flag, check_tensor, check_whole
+from lengthwise.checks import came, check_flag, check_whole
+from lengthwise.encodings.positions import Positions
 
 Tokens = Float[Tensor, "batch position width"]
 """The input of the model for `embed`, of the attention block for the other hooks."""
-
-Positions = Int[Tensor, "#batch position"]
-"""Where tokens stand, counted from 0: one row for all sequences or one for each."""
 
 Slot = int | Int[Tensor, ""]
 """A place among the keys of one call, by order in the tensor."""
@@ -33,10 +30,6 @@ State = dict[str, Float[Tensor, "batch head position"]]
 
 HOOKS = ("embed", "rotate", "rescore", "bias")
 """The hooks that change attention, the most telling first: DAPE has a bias too, but its point is to rescore."""
-
-
-class PositionError(ValueError):
-    """A position that an encoding has no answer for."""
 
 
 @dataclass(frozen=True)
@@ -161,26 +154,6 @@ class Encoding(nn.Module):
         return f"heads={g.heads}, width={g.width}, head_dim={g.head_dim}, causal={g.causal}"
 
 
-def checked_positions(
-    query: Int[Tensor, "*batch query"], key: Int[Tensor, "*batch key"]
-) -> tuple[Positions, Positions]:
-    """Positions as (batch or 1, position) each, or an error. A key may be negative (padding), a query may not."""
-    query, key = _two_axes("query positions", query), _two_axes("key positions", key)
-    check_broadcast("query and key positions", (query.shape[0], key.shape[0]), "batch", "Give one row or one each.")
-    if not torch.compiler.is_compiling() and query.numel() and (lowest := int(query.min())) < 0:
-        raise PositionError(
-            f"a query's position must be 0 or more; {lowest} came. Give padding position 0 and mask it."
-        )
-    return query, key
-
-
-def _two_axes(name: str, positions: Int[Tensor, "*batch position"]) -> Positions:
-    if isinstance(positions, Tensor) and positions.ndim == 1:
-        positions = positions[None]
-    check_tensor(name, positions, ("batch", "position"), "integer", "Use torch.arange(length).")
-    return positions
-
-
 def checked_tokens(x: Tokens, width: int) -> None:
     """An error unless x is (batch, position, width)."""
     if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != width or not x.is_floating_point():
@@ -202,32 +175,6 @@ def checked_count(x: Tokens, positions: Positions, of: str) -> None:
             f"positions must be those of x's batch of {x.shape[0]}, or one row; {positions.shape[0]} rows came. "
             "Give one row for all sequences or one for each."
         )
-
-
-def reaches_beyond(query: Positions, key: Positions, reach: int) -> bool:
-    """Whether some distance is `reach` or more either way, as positions with gaps can be.
-
-    In eager mode this reads the positions. A compiled graph cannot branch on them: it assumes that there are no such
-    distances, and stops at run time if there are.
-    """
-    if query.numel() == 0 or key.numel() == 0:
-        return False
-    (first, last), (lowest, highest) = query.aminmax(), key.aminmax()
-    if torch.compiler.is_compiling():
-        furthest = torch.maximum(last - lowest, highest - first)
-        torch._assert_async(furthest < reach, "positions with gaps need a longer table than a compiled graph has")
-        return False
-    return max(int(last) - int(lowest), int(highest) - int(first)) >= reach
-
-
-def run_ends(positions: Positions) -> Positions:
-    """For each position the last of its run: where a position does not rise, a new document begins."""
-    length = positions.shape[1]
-    slots = torch.arange(length, device=positions.device)
-    last = torch.ones_like(positions, dtype=torch.bool)
-    last[:, :-1] = positions[:, 1:] <= positions[:, :-1]
-    end_slot = slots.where(last, length - 1).flip(1).cummin(1).values.flip(1)
-    return positions.gather(1, end_slot)
 
 
 def project(layer: nn.Linear, x: Tokens) -> Float[Tensor, "batch head position"]:

@@ -9,8 +9,9 @@ The paper prints the opposite sign; its text and its code mean this one. ALiBi i
 """
 
 from lengthwise.bias import LevelBias
-from lengthwise.encodings.base import Positions, Slot, State, Tokens
+from lengthwise.encodings.base import Slot, State, Tokens
 from lengthwise.encodings.levels import SlopedStepEncoding
+from lengthwise.encodings.positions import Positions
 
 
 class Cable(SlopedStepEncoding):

@@ -8,8 +8,9 @@ With softplus in place of relu this is the forgetting transformer, `fox`.
 import torch.nn.functional as F
 
 from lengthwise.bias import LevelBias
-from lengthwise.encodings.base import Positions, Slot, State, Tokens, project
+from lengthwise.encodings.base import Slot, State, Tokens, project
 from lengthwise.encodings.levels import Levels, StepEncoding, unit_slope
+from lengthwise.encodings.positions import Positions
 
 
 class CableNoWeights(StepEncoding):

@@ -25,19 +25,9 @@ from lengthwise.bias import (
     without_autocast,
 )
 from lengthwise.checks import check_number, check_whole
-from lengthwise.encodings.base import (
-    Encoding,
-    Geometry,
-    Positions,
-    Slot,
-    State,
-    Tokens,
-    checked_positions,
-    reaches_beyond,
-    reset_linear,
-    run_ends,
-)
+from lengthwise.encodings.base import Encoding, Geometry, Slot, State, Tokens, reset_linear
 from lengthwise.encodings.kept import Kept
+from lengthwise.encodings.positions import Positions, checked_positions, reaches_beyond, run_ends
 
 
 class Fire(Encoding):

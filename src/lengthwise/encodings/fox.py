@@ -7,8 +7,9 @@ bias[i, j] = sum of logsigmoid(W x[l] + b) over j < l <= i
 import torch.nn.functional as F
 
 from lengthwise.bias import LevelBias
-from lengthwise.encodings.base import Positions, Slot, State, Tokens, project
+from lengthwise.encodings.base import Slot, State, Tokens, project
 from lengthwise.encodings.levels import Levels, StepEncoding, unit_slope
+from lengthwise.encodings.positions import Positions
 
 
 class Fox(StepEncoding):

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from lengthwise.bias import FunctionBias, Index, registered_tile
-from lengthwise.encodings.base import Positions, Slot, State, Tokens
+from lengthwise.encodings.base import Slot, State, Tokens
 from lengthwise.encodings.levels import SlopedStepEncoding
+from lengthwise.encodings.positions import Positions
 
 
 class KCable(SlopedStepEncoding):

@@ -18,17 +18,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lengthwise.bias import Bias, DistanceBias, FunctionBias, Index, registered_tile, wide
-from lengthwise.encodings.base import (
-    Encoding,
-    Geometry,
-    Positions,
-    Slot,
-    State,
-    Tokens,
-    checked_positions,
-    reaches_beyond,
-)
+from lengthwise.encodings.base import Encoding, Geometry, Slot, State, Tokens
 from lengthwise.encodings.kept import Kept
+from lengthwise.encodings.positions import Positions, checked_positions, reaches_beyond
 
 FLOOR = 0.01
 

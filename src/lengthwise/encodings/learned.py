@@ -9,16 +9,8 @@ import torch
 from torch import nn
 
 from lengthwise.checks import check_whole
-from lengthwise.encodings.base import (
-    Encoding,
-    Geometry,
-    PositionError,
-    Positions,
-    Tokens,
-    checked_count,
-    checked_positions,
-    checked_tokens,
-)
+from lengthwise.encodings.base import Encoding, Geometry, Tokens, checked_count, checked_tokens
+from lengthwise.encodings.positions import PositionError, Positions, checked_positions
 
 
 class Learned(Encoding):

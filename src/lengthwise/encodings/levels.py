@@ -20,16 +20,15 @@ from lengthwise.checks import came, check_tensor
 from lengthwise.encodings.base import (
     Encoding,
     Geometry,
-    Positions,
     Slot,
     State,
     Tokens,
     checked_count,
-    checked_positions,
     checked_tokens,
     project,
     reset_linear,
 )
+from lengthwise.encodings.positions import Positions, checked_positions
 
 Levels = Float[Tensor, "batch head position"]
 

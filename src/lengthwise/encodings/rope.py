@@ -19,7 +19,8 @@ from torch import Tensor
 
 from lengthwise.bias import wide
 from lengthwise.checks import check_broadcast, check_choice, check_number, check_tensor
-from lengthwise.encodings.base import Encoding, Geometry, Positions, State, checked_positions, run_ends
+from lengthwise.encodings.base import Encoding, Geometry, State
+from lengthwise.encodings.positions import Positions, checked_positions, run_ends
 from lengthwise.encodings.rope_scaling import Wheel, make_scaling
 
 

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lengthwise.checks import came, check_number
-from lengthwise.encodings.base import Positions
+from lengthwise.encodings.positions import Positions
 
 Frequencies = Float[Tensor, "*position pair"]
 

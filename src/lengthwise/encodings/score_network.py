@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from lengthwise.bias import Bias
 from lengthwise.checks import check_whole
-from lengthwise.encodings.base import Encoding, Geometry, Positions, Slot, State, Tokens, reset_linear
+from lengthwise.encodings.base import Encoding, Geometry, Slot, State, Tokens, reset_linear
+from lengthwise.encodings.positions import Positions
 from lengthwise.encodings.registry import build
 
 

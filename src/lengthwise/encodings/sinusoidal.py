@@ -10,15 +10,8 @@ the waves must be as small, or a short training sees little else. The CABLE pape
 import torch
 
 from lengthwise.checks import check_number
-from lengthwise.encodings.base import (
-    Encoding,
-    Geometry,
-    Positions,
-    Tokens,
-    checked_count,
-    checked_positions,
-    checked_tokens,
-)
+from lengthwise.encodings.base import Encoding, Geometry, Tokens, checked_count, checked_tokens
+from lengthwise.encodings.positions import Positions, checked_positions
 
 
 class Sinusoidal(Encoding):

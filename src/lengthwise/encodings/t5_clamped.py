@@ -11,7 +11,8 @@ from torch import nn
 
 from lengthwise.bias import DistanceBias
 from lengthwise.checks import check_whole
-from lengthwise.encodings.base import Encoding, Geometry, Positions, Slot, State, Tokens, checked_positions
+from lengthwise.encodings.base import Encoding, Geometry, Slot, State, Tokens
+from lengthwise.encodings.positions import Positions, checked_positions
 
 
 class T5Clamped(Encoding):

@@ -38,18 +38,26 @@ def remember(
     """Add new tokens to the cache; keys, values and state of the first `keys` slots, old and new."""
     if not state:
         k, v = cache.update(k, v, layer)
-        return k[:, :, :keys], v[:, :, :keys], state
+        return _filled(k, keys), _filled(v, keys), state
     if layer < len(cache.layers) and isinstance(cache.layers[layer], QuantizedLayer):
         raise NotImplementedError(
             "a quantised cache would round the encoding's state and with it every position; it came with an encoding "
             "that has one. Use a dynamic or a static cache."
         )
     dim = k.shape[-1]
-    extra = torch.cat([split(state[name], k.dtype) for name in state], -1)
-    k, v = cache.update(torch.cat([k, extra], -1), _as_wide_as_made(cache, layer, v, extra.shape[-1]), layer)
-    k, v = k[:, :, :keys], v[:, :, :keys]
+    extra = [split(state[name], k.dtype) for name in state]
+    k, v = cache.update(
+        torch.cat([k, *extra], -1), _as_wide_as_made(cache, layer, v, sum(x.shape[-1] for x in extra)), layer
+    )
+    k, v = _filled(k, keys), _filled(v, keys)
     parts = k[..., dim:].unflatten(-1, (len(state), -1)).unbind(-2)
-    return k[..., :dim], v[..., :dim], {name: join(part) for name, part in zip(state, parts, strict=True)}
+    v = v if v.shape[-1] == dim else v[..., :dim]
+    return k[..., :dim], v, {name: join(part) for name, part in zip(state, parts, strict=True)}
+
+
+def _filled(x: Tensor, keys: int) -> Tensor:
+    """Without the room that a static cache has behind."""
+    return x if x.shape[2] == keys else x[:, :, :keys]
 
 
 def _as_wide_as_made(cache: Cache, layer: int, v: Tensor, extra: int) -> Tensor:

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from lengthwise.encodings.base import Positions, Slot
+from lengthwise.encodings.base import Slot
+from lengthwise.encodings.positions import Positions
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,9 @@
 //   scores[i, j] = scale q[i] . k[j] + bias(i, j)
 //   bias         = 0, or table[query[i] - key[j] - first], or -slope[i] |query_level[i] - key_level[j]|, or row[i, j],
 //                  or line_slope[n] x + line_start[n] where n knots are at most x = factor[i] table[...]
-//   key_level[j] = the sum of step up to j, if steps are given, and query_level[i] = key_level[step_start + i]
+//
+// Where steps are given the levels are their sums, and the queries are the last keys. Steps lie among the keys, so both
+// are read together, from the last key to the first: there levels count back from 0 at the last key.
 //
 // The keys of a head are cut into parts where there are more threads than heads; a part keeps a maximum, a sum and
 // an output per row, and the parts are put together at the end.
@@ -33,7 +35,7 @@ struct FewRows {
   const double *query_level, *key_level;
   int64_t query_level_strides[2], key_level_strides[2];
   const float* step;
-  int64_t step_strides[3], step_start;
+  int64_t step_strides[3];
   const float* slope;
   int64_t slope_strides[3];
   const float* row;
@@ -101,37 +103,18 @@ inline void dots(const float* q, const T* k, long step, long dim, long count, fl
     for (int n = 0; n < 8; ++n) to[n] += q[d] * number(at[n][d]);
 }
 
-// out[0 .. CHANNELS] += the sum of weight v over the keys named.
+// out[0 .. CHANNELS] += the sum of weight v over the keys named, added up by itself first: sums of sums round less.
 template <int VECTORS, class T>
 inline void mix(const float* weights, const long* keys, long count, const T* v, long step, float* out) {
   v8 sums[VECTORS];
-  for (int n = 0; n < VECTORS; ++n) sums[n] = load(out + 8 * n);
+  for (int n = 0; n < VECTORS; ++n) sums[n] = all(0);
   for (long j = 0; j < count; ++j) {
     const v8 weight = all(weights[j]);
     const T* from = v + keys[j] * step;
 #pragma GCC unroll 8
     for (int n = 0; n < VECTORS; ++n) sums[n] += weight * load(from + 8 * n);
   }
-  for (int n = 0; n < VECTORS; ++n) store(out + 8 * n, sums[n]);
-}
-
-// The levels of all sequences and heads from their steps. Four sums run at a time, since each waits for its last step.
-std::vector<double> add_up(const FewRows& p) {
-  const long rows = p.batch * p.heads;
-  std::vector<double> levels(rows * p.keys);
-  share(p.threads, (rows + 3) / 4, [&](long n) {
-    const float* from[4];
-    double *to[4], sums[4] = {0, 0, 0, 0};
-    for (long r = 0; r < 4; ++r) {
-      const long row = std::min(4 * n + r, rows - 1);
-      from[r] = p.step + row / p.heads * p.step_strides[0] + row % p.heads * p.step_strides[1];
-      to[r] = &levels[row * p.keys];
-    }
-    for (long j = 0; j < p.keys; ++j)
-#pragma GCC unroll 4
-      for (int r = 0; r < 4; ++r) to[r][j] = sums[r] += from[r][j * p.step_strides[2]];
-  });
-  return levels;
+  for (int n = 0; n < VECTORS; ++n) store(out + 8 * n, load(out + 8 * n) + sums[n]);
 }
 
 // What a part of the keys amounts to for one row.
@@ -170,8 +153,32 @@ void add_lines(const FewRows& p, long head, const float* x, long count, float* s
   }
 }
 
+// A walk from the last key of a head back to its first, step by step.
+struct Walk {
+  const float* step;
+  long stride, at;    // the key that it has come to
+  double level = 0;   // and that key's level
+  long first = -1;    // the key where the block begins whose levels these are
+  double levels[BLOCK];
+
+  Walk(const FewRows& p, long batch, long head)
+      : step(p.step + batch * p.step_strides[0] + head * p.step_strides[1]), stride(p.step_strides[2]), at(p.keys - 1) {}
+  void to(long key) {
+    for (; at > key; --at) level -= step[at * stride];
+  }
+  const double* through(long column, long count) {
+    for (long j = count - 1; j >= 0 && first != column; --j) {
+      to(column + j);
+      levels[j] = level;
+    }
+    first = column;
+    return levels;
+  }
+};
+
 // Add the bias to the scores of a row on keys that follow one another.
-void add_bias(const FewRows& p, long batch, long head, long i, long column, long count, float* scores) {
+void add_bias(const FewRows& p, long batch, long head, long i, long column, long count, const double* levels, double own,
+              float* scores) {
   if (p.kind == TABLE || p.kind == LINE) {
     float found[BLOCK];
     look_up(p, batch, head, i, column, count, found);
@@ -182,11 +189,9 @@ void add_bias(const FewRows& p, long batch, long head, long i, long column, long
       for (long j = 0; j < count; ++j) found[j] *= factor;
       add_lines(p, head, found, count, scores);
     }
-  } else if (p.kind == LEVEL) {
-    const double own = p.query_level[batch * p.query_level_strides[0] + head * p.query_level_strides[1] + i];
-    const double* key = p.key_level + batch * p.key_level_strides[0] + head * p.key_level_strides[1] + column;
+  } else if (p.kind == LEVEL || p.kind == STEP) {
     const float steep = p.slope[batch * p.slope_strides[0] + head * p.slope_strides[1] + i * p.slope_strides[2]];
-    for (long j = 0; j < count; ++j) scores[j] -= steep * float(std::fabs(own - key[j]));
+    for (long j = 0; j < count; ++j) scores[j] -= steep * float(std::fabs(own - levels[j]));
   } else if (p.kind == ROW) {
     const float* row = p.row + batch * p.row_strides[0] + head * p.row_strides[1] + i * p.row_strides[2] + column;
     for (long j = 0; j < count; ++j) scores[j] += row[j];
@@ -220,9 +225,22 @@ void visit(const FewRows& p, long batch, long kv, long from, long to, std::vecto
     for (long d = 0; d < p.dim; ++d) q[n * p.dim + d] = number(of[d]) * float(p.scale);
     rows[n].out.assign(p.value, 0.0f);
   }
+  std::vector<double> own(rows.size());
+  std::vector<Walk> walks;
+  for (long n = 0; n < (long)rows.size() && (p.kind == LEVEL || p.kind == STEP); ++n) {
+    const long head = kv * p.group + n / p.queries, i = n % p.queries;
+    if (p.kind == LEVEL) {
+      own[n] = p.query_level[batch * p.query_level_strides[0] + head * p.query_level_strides[1] + i];
+    } else {
+      Walk walk(p, batch, head);
+      if (i == 0) walks.push_back(walk);
+      walk.to(p.keys - p.queries + i);
+      own[n] = walk.level;
+    }
+  }
   alignas(32) float scores[BLOCK];
   long seen[BLOCK];
-  for (long column = from; column < to; column += BLOCK) {
+  for (long column = from + (to - from - 1) / BLOCK * BLOCK; column >= from; column -= BLOCK) {
     const long count = std::min(BLOCK, to - column);
     const T *keys = k + column * k_step, *values = v + column * v_step;
     for (long n = 0; n < (long)rows.size(); ++n) {
@@ -231,7 +249,12 @@ void visit(const FewRows& p, long batch, long kv, long from, long to, std::vecto
       const long few = look(p, batch, i, column, count, seen);
       if (few == 0) continue;
       for (long j = 0; j < count; j += 8) dots(&q[n * p.dim], keys + j * k_step, k_step, p.dim, count - j, scores + j);
-      add_bias(p, batch, head, i, column, count, scores);
+      const double* levels = nullptr;
+      if (p.kind == LEVEL)
+        levels = p.key_level + batch * p.key_level_strides[0] + head * p.key_level_strides[1] + column;
+      else if (p.kind == STEP)  // after the keys beside which they lie were read in order
+        levels = walks[n / p.queries].through(column, count);
+      add_bias(p, batch, head, i, column, count, levels, own[n], scores);
       float check = 0, peak = row.most;
       for (long j = 0; j < few; ++j) {
         scores[j] = scores[seen[j]];
@@ -289,16 +312,6 @@ extern "C" {
 
 // 1 if every number that a row may see was finite; else the output says nothing.
 int lengthwise_few_rows(const FewRows* p) {
-  if (p->kind == STEP) {
-    const std::vector<double> levels = add_up(*p);
-    FewRows summed = *p;
-    summed.kind = LEVEL;
-    summed.key_level = levels.data();
-    summed.query_level = levels.data() + p->step_start;
-    for (int64_t* strides : {summed.key_level_strides, summed.query_level_strides})
-      strides[0] = p->heads * p->keys, strides[1] = p->keys;
-    return lengthwise_few_rows(&summed);
-  }
   const long heads = p->heads / p->group, pieces = p->batch * heads, rows = p->group * p->queries;
   const long blocks = (p->keys + BLOCK - 1) / BLOCK;
   const long parts = std::max<long>(1, std::min<long>(blocks, pieces % p->threads == 0 ? 1 : 2 * p->threads));

@@ -45,7 +45,6 @@ class Record(ctypes.Structure):
         *((n, ctypes.c_int64 * 2) for n in ("query_level_strides", "key_level_strides")),
         ("step", ctypes.c_void_p),
         ("step_strides", ctypes.c_int64 * 3),
-        ("step_start", ctypes.c_int64),
         ("slope", ctypes.c_void_p),
         ("slope_strides", ctypes.c_int64 * 3),
         ("row", ctypes.c_void_p),
@@ -111,9 +110,8 @@ def _describe_bias(record: Record, call: Call) -> list[Tensor]:
     if isinstance(bias, LevelBias):
         slope = _last_contiguous(bias.slope.float())
         record.slope, record.slope_strides = slope.data_ptr(), _spread(slope, 3)
-        if isinstance(bias, StepBias) and bias.step.dtype == torch.float32:
-            record.kind, record.step, record.step_start = STEP, bias.step.data_ptr(), bias.start
-            record.step_strides = bias.step.stride()
+        if isinstance(bias, StepBias) and bias.queries_last and bias.step.dtype == torch.float32:
+            record.kind, record.step, record.step_strides = STEP, bias.step.data_ptr(), bias.step.stride()
             return [bias.step, slope]
         query, key = (_last_contiguous(x.double()) for x in (bias.query_level, bias.key_level))
         record.kind = LEVEL

@@ -106,6 +106,9 @@ namespace {
 enum Kind { NONE = 0, STRIP = 1, LEVEL = 2, LINE = 3 };
 constexpr int LINES = 256;  // at most so many, which Python sees to
 
+// No less than e^x, and NaN for NaN: far below what counts, where numbers are denormal and slow, it stays at one value.
+inline float at_most_exp(float x) { return std::exp(std::max(x, -80.0f)); }
+
 // The levels of a block of keys. Behind all rows they are relative to the block's last, near all of them; else, where
 // some keys come after some rows, nothing may be relative to a key that a row does not see.
 struct Levels {
@@ -269,7 +272,7 @@ struct Head {
     for (long block = first; block < end; ++block)
       for (long i = 0; i < rows; ++i) {
         const float upper = ql[i] * k_most[block] + ceiling(row + i, block);
-        lost[i] += COLUMNS * std::exp(upper - own[i]) * std::max(1.0f, v_most[block] / vl[i]);
+        lost[i] += COLUMNS * at_most_exp(upper - own[i]) * std::max(1.0f, v_most[block] / vl[i]);
         if (!(lost[i] <= SMALL)) return block;
       }
     return end;
@@ -423,7 +426,7 @@ std::vector<long> backward_starts(const Head& h, const float* delta) {
       for (long i = 0; i < rows && fits; ++i) {
         const long r = row + i;
         const float bias = h.ceiling(r, block);
-        const float share = std::exp(ql[i] * h.k_most[block] + bias - p.lse[index * p.queries + r]);
+        const float share = at_most_exp(ql[i] * h.k_most[block] + bias - p.lse[index * p.queries + r]);
         const float part = share * (up[i] * h.v_most[block] + std::fabs(delta[r]));
         const float wide = std::max(1.0f, h.k_most[block] / kl[i]) * (1.0f + std::fabs(bias));
         of_row[i] += COLUMNS * part * wide;
