@@ -9,9 +9,7 @@ The paper prints the opposite sign; its text and its code mean this one. ALiBi i
 """
 
 from lengthwise.bias import LevelBias
-from lengthwise.encodings.base import Slot, State, Tokens
 from lengthwise.encodings.levels import SlopedStepEncoding
-from lengthwise.encodings.positions import Positions
 
 
 class Cable(SlopedStepEncoding):
@@ -19,9 +17,3 @@ class Cable(SlopedStepEncoding):
 
     paper = "Veisi et al. 2025, arXiv 2503.08067"
     kind = LevelBias
-
-    def bias(
-        self, x: Tokens, query: Positions, key: Positions, state: State | None = None, start: Slot | None = None
-    ) -> LevelBias:
-        """-slope |level - level|."""
-        return self.level_bias(x, query, key, state, start, self.slope(x, query.shape[-1]))

@@ -8,9 +8,8 @@ With softplus in place of relu this is the forgetting transformer, `fox`.
 import torch.nn.functional as F
 
 from lengthwise.bias import LevelBias
-from lengthwise.encodings.base import Slot, State, Tokens, project
-from lengthwise.encodings.levels import Levels, StepEncoding, unit_slope
-from lengthwise.encodings.positions import Positions
+from lengthwise.encodings.base import Tokens, project
+from lengthwise.encodings.levels import Levels, StepEncoding
 
 
 class CableNoWeights(StepEncoding):
@@ -22,9 +21,3 @@ class CableNoWeights(StepEncoding):
     def step(self, x: Tokens) -> Levels:
         """relu(W_c x + b_c)."""
         return F.relu(project(self.to_step, x))
-
-    def bias(
-        self, x: Tokens, query: Positions, key: Positions, state: State | None = None, start: Slot | None = None
-    ) -> LevelBias:
-        """-|level - level|."""
-        return self.level_bias(x, query, key, state, start, unit_slope(x))

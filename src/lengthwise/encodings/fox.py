@@ -7,9 +7,8 @@ bias[i, j] = sum of logsigmoid(W x[l] + b) over j < l <= i
 import torch.nn.functional as F
 
 from lengthwise.bias import LevelBias
-from lengthwise.encodings.base import Slot, State, Tokens, project
-from lengthwise.encodings.levels import Levels, StepEncoding, unit_slope
-from lengthwise.encodings.positions import Positions
+from lengthwise.encodings.base import Tokens, project
+from lengthwise.encodings.levels import Levels, StepEncoding
 
 
 class Fox(StepEncoding):
@@ -22,9 +21,3 @@ class Fox(StepEncoding):
     def step(self, x: Tokens) -> Levels:
         """-logsigmoid(W x + b)."""
         return F.softplus(-project(self.to_step, x))
-
-    def bias(
-        self, x: Tokens, query: Positions, key: Positions, state: State | None = None, start: Slot | None = None
-    ) -> LevelBias:
-        """-|level - level|."""
-        return self.level_bias(x, query, key, state, start, unit_slope(x))

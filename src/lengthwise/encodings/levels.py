@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from lengthwise.bias import LevelBias, StepBias, wide
+from lengthwise.bias import Bias, LevelBias, StepBias, wide
 from lengthwise.checks import came, check_tensor
 from lengthwise.encodings.base import (
     Encoding,
@@ -64,11 +64,16 @@ class StepEncoding(Encoding):
             )
         return {"step": step.where(key_mask[:, None], 0)}
 
-    def level_bias(
-        self, x: Tokens, query: Positions, key: Positions, state: State | None, start: Slot | None, slope: Levels
-    ) -> LevelBias:
+    def slope(self, x: Tokens, queries: int) -> Float[Tensor, "#batch #head #query"]:
+        """How steeply each query forgets, from the last of x: all alike."""
+        return wide(x.new_ones(1, 1, 1))
+
+    def bias(
+        self, x: Tokens, query: Positions, key: Positions, state: State | None = None, start: Slot | None = None
+    ) -> Bias:
         """-slope |level - level|."""
         step, queries = self._checked(x, query, key, state, start)
+        slope = self.slope(x, queries)
         eager = not torch.compiler.is_compiling() and not torch.is_grad_enabled()
         if state is not None and eager and not isinstance(start, Tensor):
             return StepBias(step, slope, step.shape[2] - queries if start is None else start, queries)
@@ -140,8 +145,3 @@ def of_queries(values: Levels, queries: int, start: Slot | None = None) -> Level
         return values.index_select(2, start + torch.arange(queries, device=start.device))
     first = values.shape[2] - queries if start is None else start
     return values[..., first : first + queries]
-
-
-def unit_slope(x: Tokens) -> Levels:
-    """A slope of 1 for every query and head."""
-    return wide(x.new_ones(1, 1, 1))
