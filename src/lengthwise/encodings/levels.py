@@ -144,4 +144,4 @@ def of_queries(values: Levels, queries: int, start: Slot | None = None) -> Level
     if isinstance(start, Tensor):
         return values.index_select(2, start + torch.arange(queries, device=start.device))
     first = values.shape[2] - queries if start is None else start
-    return values[..., first : first + queries]
+    return values if queries == values.shape[2] else values[..., first : first + queries]

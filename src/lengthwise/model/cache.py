@@ -44,15 +44,13 @@ def remember(
             "a quantised cache would round the encoding's state and with it every position; it came with an encoding "
             "that has one. Use a dynamic or a static cache."
         )
-    dim = k.shape[-1]
-    extra = [split(state[name], k.dtype) for name in state]
-    k, v = cache.update(
-        torch.cat([k, *extra], -1), _as_wide_as_made(cache, layer, v, sum(x.shape[-1] for x in extra)), layer
-    )
+    dim, width, dtype = k.shape[-1], channels(1, k.dtype), k.dtype
+    places = {name: dim + n * width for n, name in enumerate(state)}
+    k = torch.cat([k, *(split(state[name], dtype) for name in places)], -1)
+    k, v = cache.update(k, _as_wide_as_made(cache, layer, v, k.shape[-1] - dim), layer)
     k, v = _filled(k, keys), _filled(v, keys)
-    parts = k[..., dim:].unflatten(-1, (len(state), -1)).unbind(-2)
     v = v if v.shape[-1] == dim else v[..., :dim]
-    return k[..., :dim], v, {name: join(part) for name, part in zip(state, parts, strict=True)}
+    return k[..., :dim], v, {name: join(k[..., at : at + width]) for name, at in places.items()}
 
 
 def _filled(x: Tensor, keys: int) -> Tensor:
