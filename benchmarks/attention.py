@@ -2,7 +2,6 @@
 
     make bench          the short form, for every day: a few minutes
     make bench-full     every encoding to 8,192 tokens, one per kind to 32,768: under an hour
-    --form reach        the figures of the README: a quarter of an hour
 
 A case is correct before it is timed. Rivals run round robin, so that a busy machine slows all of them; the ratio is to
 SDPA with no bias, the limit of what attention can cost. One JSON line a case and rival, with its birth certificate.
@@ -27,11 +26,11 @@ from lengthwise.attention import BACKENDS, choose, explain
 
 HEADS, DIM = 12, 64
 RESULTS = Path(__file__).parent / "results"
-BUDGET = {"short": 3.0, "reach": 6.0, "full": 2.0}
+BUDGET = {"short": 3.0, "full": 2.0}
 """Seconds that a case may take in all rounds of all rivals, beyond the first two rounds."""
 
 LONG = 20.0
-"""Seconds beyond which one round tells enough."""
+"""Seconds beyond which a run needs no warming up, and one tells enough."""
 
 FAST = ("no bias", "lengthwise", "lengthwise, bias ready")
 ONE_PER_KIND = ("alibi", "cable", "kerple", "fire")
@@ -50,17 +49,16 @@ class Case:
 
 def cases(form: str) -> Iterator[Case]:
     """What is measured."""
-    lengths = {"short": (1024, 4096), "reach": (1024, 4096), "full": (512, 1024, 2048, 4096, 8192)}[form]
+    lengths = {"short": (1024, 4096), "full": (512, 1024, 2048, 4096, 8192)}[form]
     names = tuple(lw.ENCODINGS) if form == "full" else SHORT
     for length in lengths:
         for mode in ("forward", "train") if form == "full" else ("train",):
             yield from (Case(name, length, mode) for name in names)
             yield Case("fire", length, mode, '{"threshold": 65536}')
     yield from (Case(name, 4096, "decode") for name in names)
-    if form != "short":
+    if form == "full":
         yield from (Case(name, 16384, "train") for name in SHORT)
         yield Case("fire", 16384, "train", '{"threshold": 65536}')
-    if form == "full":
         yield from (Case(name, 32768, "train") for name in ONE_PER_KIND)
 
 
@@ -74,8 +72,10 @@ def measure(case: Case, seconds: float, *, fast: bool = False) -> Iterator[dict[
             continue
         rows[name] = {"error": checked(rival, setup, name)}
         runs[name] = timed_call(rival, setup, case.mode)
-    peaks = {name: peak_bytes(run) for name, run in runs.items()}
-    times = round_robin(runs, seconds)
+    first = {name: with_memory(run) for name, run in runs.items()}
+    times = {name: [spent] for name, (_, spent) in first.items()}
+    if max(spent for _, spent in first.values()) < LONG:
+        times = round_robin(runs, seconds)
     limit = times["no bias"]
     for name, row in rows.items():
         tokens = 1 if case.mode == "decode" else case.length
@@ -87,7 +87,7 @@ def measure(case: Case, seconds: float, *, fast: bool = False) -> Iterator[dict[
             "median_ratio": median(a / b for a, b in zip(times[name], limit, strict=True)),
             "rounds": len(limit),
             "tokens_per_second": tokens / min(times[name]),
-            "peak_bytes": peaks[name],
+            "peak_bytes": first[name][0],
         }
         if name == "lengthwise":
             row["backend"] = chosen = choose(setup.call())
@@ -143,7 +143,7 @@ def timed_call(rival: Rival, setup: Setup, mode: str) -> Callable[[], object]:
 
 
 def round_robin(runs: dict[str, Callable[[], object]], seconds: float) -> dict[str, list[float]]:
-    """Every run once a round, all of them warm by now; once is enough where a round takes long."""
+    """Every run once a round, all of them warm by now; one round where it takes long."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     began = time.perf_counter()
     for round in range(300):
@@ -157,17 +157,19 @@ def round_robin(runs: dict[str, Callable[[], object]], seconds: float) -> dict[s
     return times
 
 
-def peak_bytes(run: Callable[[], object]) -> int:
-    """The most memory alive at once beyond what was there before, by torch's own account of every allocation."""
+def with_memory(run: Callable[[], object]) -> tuple[int, float]:
+    """The most memory alive at once beyond what was there before, by torch's own account, and the seconds it took."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        start = time.perf_counter()
         run()
+        spent = time.perf_counter() - start
     events = profile.profiler.kineto_results.events()
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     alive = peak = 0
     for _, change in changes:
         alive += change
         peak = max(peak, alive)
-    return peak
+    return peak, spent
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ LINES = {
 
 
 def main() -> None:
-    rows = [json.loads(line) for line in (HERE / "results/attention-reach.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (HERE / "results/attention-full.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["mode"] == "train" and row["options"] == "{}"]
     figure, (time, memory) = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained")
     for (encoding, rival), (label, colour, style) in LINES.items():

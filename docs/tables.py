@@ -8,7 +8,7 @@ from lengthwise.encodings.catalogue import table
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-MEASURED = ROOT / "benchmarks/results/attention-reach.jsonl"
+MEASURED = ROOT / "benchmarks/results/attention-full.jsonl"
 LENGTHS = (1024, 4096, 16384)
 STUDY = ROOT / "benchmarks/results/study.json"
 
