@@ -1,0 +1,43 @@
+"""Half precision over a whole long pass: a bias costs no more of it than twice what attention without one loses."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import lengthwise as lw
+from lengthwise.attention import BACKENDS, explain
+
+HEADS, DIM, WIDTH, LATE = 2, 32, 64, 8
+
+
+def inputs(length: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(1, HEADS, length, DIM).to(dtype) for _ in range(3)]
+
+
+def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((out[:, :, -LATE:].double() - exact).norm() / exact.norm())
+
+
+def late_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: lw.Bias | None) -> torch.Tensor:
+    """The last rows in float64, of the same rounded inputs."""
+    return explain(lw.checked_call(q[:, :, -LATE:].double(), k.double(), v.double(), bias=bias)).out
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("backend", ["native", "row_block", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("length", [8_192, 32_768])
+@pytest.mark.parametrize("name", ["t5", "kerple", "alibi", "cable", "fox", "fire", "k-cable"])
+def test_a_bias_loses_at_most_twice_what_attention_without_one_does(name, length, dtype, backend):
+    q, k, v = inputs(length, dtype)
+    encoding = lw.make(name, heads=HEADS, width=WIDTH, head_dim=DIM, train_length=length)
+    x, positions = torch.randn(1, length, WIDTH), torch.arange(length)
+    with torch.no_grad():
+        call = lw.checked_call(q, k, v, bias=encoding.bias(x, positions, positions))
+        if BACKENDS[backend].objections(call) or (backend == "sdpa" and not isinstance(call.bias, lw.LevelBias)):
+            pytest.skip(f"{backend} does not take it, or only filled in")
+        late = encoding.bias(x[:, -LATE:], positions[-LATE:], positions, encoding.state(x))
+        biased = relative_error(BACKENDS[backend].attend(call), late_rows(q, k, v, late))
+        plain = relative_error(F.scaled_dot_product_attention(q, k, v, is_causal=True), late_rows(q, k, v, None))
+    assert biased <= 2 * plain
