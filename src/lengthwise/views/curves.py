@@ -74,7 +74,7 @@ def compare(
             image = one.pooled(256).mean[head].numpy()
             bar = axes_at(figure, left + side + 0.06, top, 0.06, side)
             place = axes_at(figure, left, top, side, side)
-            panel(place, one, image, range_of(image), bar)
+            panel(place, one, image, range_of(image, log=maps.what == "weights"), bar)
             place.set_ylabel(f"Head {head + 1}", size=SMALL, labelpad=1)
     write(figure, 0.06, 0.06, ", ".join(dict.fromkeys(maps.model for maps in several)), LARGE)
     return figure
