@@ -103,7 +103,7 @@ def test_all_of_the_papers_figures_come_from_one_command(little, tmp_path, capsy
 
 
 def test_a_run_that_was_trained_is_drawn_for_the_paper_from_its_own_held_out_text(little, tmp_path, capsys):
-    run = train(small_config(tmp_path, "my-cable", steps=2, checkpoint_every=2, evaluate_every=2))
+    run = train(small_config(tmp_path, "my-cable", steps=2, warmup=0))
     out = shown(capsys, run.folder, "--paper", "--out", tmp_path / "paper")
     assert "Figure 8, [figure-08-cable.png](figure-08-cable.png) (trained: my-cable)" in out
     assert out.count("not trained: at its initial parameters") == 7
