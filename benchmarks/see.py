@@ -1,6 +1,6 @@
 """How long it takes to see every head of GPT-2 Small at 2,048 tokens, and how much memory, beyond the forward pass.
 
-python benchmarks/see.py            one JSON line per case
+python benchmarks/see.py            one JSON line per case; kept as results/see.jsonl
 Each case is a process of its own, so that its peak of memory is its own.
 """
 
@@ -75,7 +75,7 @@ def measure(case: str, length: int) -> dict[str, object]:
         "processor_seconds_beyond_forward": round(work - forward_work, 2),
         "extra_megabytes": round((peak.most - before) / 2**20),
         "picture_megabytes": round(size / 2**20, 2),
-        **certificate(" ".join(["python", "benchmarks/see.py", *sys.argv[1:]])),
+        "born": certificate(" ".join(["python benchmarks/see.py", *sys.argv[1:]])),
     }
 
 

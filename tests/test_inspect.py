@@ -9,6 +9,7 @@ from torch import Tensor
 
 import lengthwise as lw
 from lengthwise.inspect import position_maps, position_views
+from lengthwise.inspect.look import position_records
 from lengthwise.model import LengthwiseForCausalLM
 
 CONTEXT_FREE = ["alibi", "kerple", "kerple-power", "fire", "fire-short", "t5", "t5-clamped"]
@@ -141,7 +142,7 @@ def test_the_mean_map_is_the_mean_of_the_maps():
 
 
 def test_padding_is_not_counted():
-    model, ids = loud_model("cable"), tokens(2)
+    model, ids = loud_model("cable").double(), tokens(2)
     mask = torch.ones_like(ids)
     mask[1, :7] = 0
     padded = position_maps(model, ids, what="scores", attention_mask=mask, shown="first")
@@ -150,14 +151,21 @@ def test_padding_is_not_counted():
     other = (count - 7).clamp(min=0)
     means = [one.maps[0].profile.mean for one in alone]
     expected = (means[0] * count + torch.nn.functional.pad(means[1], (0, 7)) * other) / (count + other)
-    torch.testing.assert_close(padded.maps[0].profile.mean, expected, rtol=1e-4, atol=1e-3)
+    # Computed in float64, so what differs is each mean's one rounding to float32 and the four steps of the line above.
+    tolerance = 4 * torch.finfo(torch.float32).eps * float(torch.cat(means, 1).abs().max())
+    torch.testing.assert_close(padded.maps[0].profile.mean, expected, rtol=0, atol=tolerance)
 
 
 def test_the_kernel_of_a_rotary_head_is_its_score_where_all_tokens_are_one():
-    views = position_views(loud_model("rope-dynamic"), torch.full((1, LENGTH), 7), 0, ["scores", "profile"])
-    torch.testing.assert_close(
-        views["profile"].maps[0].kernel, views["scores"].values[:, -1].flip(-1), atol=1e-2, rtol=1e-4
-    )
+    model, same = loud_model("rope-dynamic").double(), torch.full((1, LENGTH), 7)
+    views = position_views(model, same, 0, ["scores", "profile"])
+    (record,) = position_records(model, same)
+    # Three angles, of the query, the key and their distance, below LENGTH and rounded to float32 by half an eps each,
+    # and as much for a cosine: a score moves by these times |q| |k|. All else is float64.
+    most = record.scale * float(record.q.norm(dim=-1).max() * record.k.norm(dim=-1).max())
+    tolerance = 1.5 * (LENGTH + 1) * torch.finfo(torch.float32).eps * most
+    expected = views["scores"].values[:, -1].flip(-1)
+    torch.testing.assert_close(views["profile"].maps[0].kernel, expected, atol=tolerance, rtol=0)
 
 
 def test_layers_come_in_the_order_asked_and_a_model_is_left_as_it_was():

@@ -153,3 +153,54 @@ def test_attention_that_does_more_than_it_says_is_found_out(monkeypatch):
     monkeypatch.setitem(interface.ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", louder)
     with pytest.raises(NotImplementedError, match=r"layer 1 of LlamaForCausalLM must be softmax.*so it does more"):
         position_maps(model, ids(1), what="scores")
+
+
+def sabotaged(own: str, change):
+    """The probe with something done to what it hands on."""
+    from lengthwise.inspect.families import interface
+
+    honest = interface._probe(own)
+
+    def probe(*args, **kwargs):
+        out, weights = honest(*args, **kwargs)
+        return change(out), weights
+
+    return probe
+
+
+@pytest.mark.parametrize(("family", "own"), [("gpt2", "sdpa"), ("llama", "eager"), ("t5", "sdpa")])
+def test_a_probe_that_changes_the_last_bit_of_what_it_hands_on_is_found_out(family, own, monkeypatch):
+    from lengthwise.inspect import proof
+    from lengthwise.inspect.families import interface
+
+    monkeypatch.setattr(proof, "PROVEN", 11)
+    changed = sabotaged(own, lambda out: torch.nextafter(out, torch.tensor(torch.inf)))
+    monkeypatch.setitem(interface.ALL_ATTENTION_FUNCTIONS._global_mapping, interface.PROBES[own], changed)
+    model = make_model(family, own)
+    with pytest.raises(AssertionError, match=r"must not change.*the output of .* differs by"):
+        position_maps(model, ids(1), what="scores")
+    assert model.config._attn_implementation == own
+
+
+def test_a_probe_under_which_a_window_is_lost_is_found_out(monkeypatch):
+    from lengthwise.inspect import proof
+    from lengthwise.inspect.families import interface
+
+    monkeypatch.setattr(proof, "PROVEN", 5)  # less than the window of 7: all is compared
+    masks = interface.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
+    monkeypatch.setitem(masks, interface.PROBES["sdpa"], lambda *args, **kwargs: None)
+    with pytest.raises(AssertionError, match=r"the output of Mistral.* differs by"):
+        position_maps(make_model("mistral", "sdpa"), ids(1), what="scores")
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bloom", "t5"])
+def test_looking_that_writes_to_what_the_model_reads_is_found_out(family, monkeypatch):
+    from lengthwise.inspect import look
+
+    def careless(record, *_):
+        record.out[0, 0, 0, 0] += 1
+        return {}
+
+    monkeypatch.setattr(look, "layer_maps", careless)
+    with torch.inference_mode(), pytest.raises(AssertionError, match=r"layer 1 of .* was written to"):
+        position_maps(make_model(family), ids(1), what="scores")

@@ -8,12 +8,14 @@ import pytest
 import torch
 import transformers as hf
 from model_kit import loud_model, make_config
+from train_kit import small_config
 
 from lengthwise.cli import main
 from lengthwise.data import load_tokenizer
 from lengthwise.inspect.paper import FIGURES
 from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.model.configuration import PRESETS
+from lengthwise.train import train
 
 
 @pytest.fixture
@@ -100,6 +102,13 @@ def test_all_of_the_papers_figures_come_from_one_command(little, tmp_path, capsy
         main(["show", "--paper", "--out", str(tmp_path / "paper")])
 
 
+def test_a_run_that_was_trained_is_drawn_for_the_paper_from_its_own_held_out_text(little, tmp_path, capsys):
+    run = train(small_config(tmp_path, "my-cable", steps=2, warmup=0))
+    out = shown(capsys, run.folder, "--paper", "--out", tmp_path / "paper")
+    assert "Figure 8, [figure-08-cable.png](figure-08-cable.png) (trained: my-cable)" in out
+    assert out.count("not trained: at its initial parameters") == 7
+
+
 def test_the_block_of_the_page_runs():
     page = (Path(__file__).parents[1] / "docs/see.md").read_text()
     (block,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
@@ -118,9 +127,12 @@ def remote_code(folder):
         (["alibo"], "'alibo' is neither an encoding nor a folder.*Did you mean 'alibi'"),
         (["nobody/nothing"], "'nobody/nothing' is none that can be read here.*check the name"),
         (["alibi", "--out", "a.gif"], r"must end in \.png, \.svg, \.pdf"),
-        (["mine", "--layer", "3"], "layer must be a whole number from -2 to 1"),
+        (
+            ["mine", "--layer", "3"],
+            r"layer must be .* from -2 to 1.*2 came \(Layer 3\).*--layer count from 1",
+        ),
         (["mine", "--layer", "0"], "layer must be numbers from 1 on"),
-        (["mine", "--heads", "4"], "a head must be from 0 to 2"),
+        (["mine", "--heads", "4"], r"a head must be one of Head 1 to Head 3 .*Head 4 \(index 3\) came"),
         (["mine", "--heads", "x"], "heads must be numbers from 1 on"),
         (["mine", "--what", "colour"], "what must be 'bias'"),
         (["mine", "--text", ""], "must have a token at least"),

@@ -68,7 +68,7 @@ def test_one_range_may_be_shared_and_heads_chosen():
     figure = alibi_maps().figure(heads=[2, 11], shared=True)
     assert [axes.get_title() for axes in panels(figure)] == ["Head 3", "Head 12"]
     assert len({(axes.images[0].norm.vmin, axes.images[0].norm.vmax) for axes in panels(figure)}) == 1
-    with pytest.raises(ValueError, match="a head must be from 0 to 11, since there are 12; 12 came"):
+    with pytest.raises(ValueError, match=r"Head 1 to Head 12 \(0 to 11 as indices\).*; Head 13 \(index 12\) came"):
         alibi_maps().figure(heads=[12])
     with pytest.raises(ValueError, match="heads must name one head at least"):
         alibi_maps().figure(heads=[])
@@ -124,6 +124,10 @@ def test_colours_are_two_about_zero_only_where_both_signs_matter():
     assert colours(both).norm.vmin == -colours(both).norm.vmax == -2
     assert (colours(one).norm.vmin, colours(one).norm.vmax) == (-2, 0)
     assert colours(little).map.name == colours(one).map.name == "viridis"
+    assert colours(both).nothing != colours(one).nothing, "where white is 0 it cannot be nothing as well"
+    weights = colours(torch.tensor([0.0, 0.003, 0.5]).numpy(), log=True).norm
+    assert (weights.vmin, weights.vmax) == (0.5 / 10_000, 0.5)
+    assert weights([0.0, 0.5]).tolist() == [0, 1]
     flat = colours(torch.full((3,), -0.5).numpy()).norm
     assert flat.vmin < flat.vmax
 

@@ -47,7 +47,8 @@ class Cells:
         record = self._records.get(layer)
         if record is None or not 0 <= head < record.shape[1]:
             raise ValueError(
-                f"layer and head must be ones that the model has; layer {layer}, head {head} came. Count from 0."
+                f"layer and head must be ones that the model has; Layer {layer + 1}, Head {head + 1} "
+                f"(indices {layer}, {head}) came. Change it."
             )
         return record
 

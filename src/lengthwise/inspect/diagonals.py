@@ -4,8 +4,9 @@ A block is skewed so that a diagonal becomes a column. Sums are taken about a va
 that where a diagonal is uniform its spread is 0 to the last bit.
 """
 
+from collections.abc import Iterator
+
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -14,7 +15,10 @@ from lengthwise.views.maps import Profile
 
 
 class Diagonals:
-    """Count, mean and sum of squared departures of every diagonal of every sequence and head, in the making."""
+    """Count, mean and sum of squared departures of every diagonal of every sequence and head, in the making.
+
+    The last column is the least distance, `first`: so they stand in a skewed block.
+    """
 
     def __init__(self, shape: tuple[int, int, int, int], *, causal: bool) -> None:
         batch, heads, queries, keys = shape
@@ -31,25 +35,37 @@ class Diagonals:
         rows: slice,
         columns: slice,
     ) -> None:
-        """Take in a block (Chan, Golub and LeVeque's merging of means and squares)."""
-        # Column c of the skewed block is distance high - c; what causality forbids is not looked at.
+        """Take in a block."""
         high = rows.stop - 1 + self.offset - columns.start
-        count_of = min(x.shape[2] + x.shape[3] - 1, high - self.first + 1)
-        x, here = (skewed(part)[..., :count_of] for part in (x, may.expand(x.shape[0], -1, -1, -1)))
-        count = here.sum(2)
-        pivot = x.gather(2, here.int().argmax(2, keepdim=True).expand(-1, x.shape[1], -1, -1))
-        about = x - pivot
-        whole = (count == x.shape[2]).flatten(0, 1).all(0)
-        for some in _runs(~whole):
-            about[..., some].masked_fill_(~here[..., some], 0)
+        for (start, part), (_, here) in zip(_pieces(x), _pieces(may), strict=True):
+            # Column c of a piece is distance high - start - c; what causality forbids is not looked at.
+            size = min(part.shape[-1], high - start - self.first + 1)
+            if size > 0:
+                self._merge(part[..., :size], here[..., :size], high - start)
+
+    def _merge(
+        self,
+        x: Float[Tensor, "batch head row diagonal"],
+        here: Bool[Tensor, "#batch 1 row diagonal"],
+        high: int,
+    ) -> None:
+        """Take in diagonals from distance `high` downwards (Chan, Golub and LeVeque's means and squares)."""
+        if here.all():
+            count = x.new_full((1, 1, x.shape[3]), x.shape[2], dtype=torch.float64)
+            pivot = x[:, :, :1]
+            about = x - pivot
+        else:
+            count = here.sum(2, dtype=torch.float64)
+            pivot = x.gather(2, here.int().argmax(2, keepdim=True).expand(*x.shape[:2], -1, -1))
+            about = (x - pivot).masked_fill_(~here, 0)
         total, squares = about.sum(2).double(), about.square_().sum(2).double()
         some_count = count.clamp(min=1)
         mean = pivot[:, :, 0].double() + total / some_count
-        squares = squares - total.square() / some_count
-        count, mean, squares = (part.flip(-1).cpu() for part in (count.double(), mean, squares))
+        squares -= total.square() / some_count
+        count, mean, squares = (part.cpu() for part in (count, mean, squares))
 
-        low = high - count_of + 1 - self.first
-        there = slice(low, low + count_of)
+        left = self.count.shape[-1] - 1 - (high - self.first)
+        there = slice(left, left + x.shape[3])
         both = self.count[..., there] + count
         away = mean - self.mean[..., there]
         share = count / both.clamp(min=1)
@@ -65,11 +81,29 @@ class Diagonals:
         between = (self.count * (self.mean - mean).square()).sum(0)
         spread = ((self.squares.sum(0) + between) / some).sqrt()
         none = count == 0
-        return Profile(self.first, *(x.masked_fill(none, torch.nan).float() for x in (mean, spread)))
+        return Profile(self.first, *(x.masked_fill(none, torch.nan).flip(-1).float() for x in (mean, spread)))
 
     def spread(self) -> Float[Tensor, " head"]:
         """How far pairs are from the mean of their own diagonal in their own sequence, root mean square."""
         return (self.squares.sum((0, 2)) / self.count.sum().clamp(min=1)).sqrt().float()
+
+
+def _pieces(x: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """A skewed block in pieces, each with its first column there.
+
+    Diagonals that cross every row are most of it, and lie in memory as rows one longer: they are not copied.
+    """
+    rows, columns = x.shape[-2:]
+    corner = rows - 1
+    if columns < rows:
+        yield 0, skewed(x)
+        return
+    if corner:
+        yield 0, skewed(x[..., :corner])[..., :corner]
+    shape, (*outer, down, across) = (*x.shape[:-1], columns - corner), x.stride()
+    yield corner, x.as_strided(shape, (*outer, down + across, across), x.storage_offset())
+    if corner:
+        yield columns, skewed(x[..., -corner:])[..., -corner:]
 
 
 def skewed(x: Tensor) -> Tensor:
@@ -86,16 +120,6 @@ def skewed(x: Tensor) -> Tensor:
     strides = (*made.stride()[:-2], wider - 1, 1)
     made.as_strided(x.shape, strides, rows - 1).copy_(x)
     return made
-
-
-def _runs(some: Bool[Tensor, " column"]) -> list[slice]:
-    """Where neighbours are True, as slices.
-
-    >>> _runs(torch.tensor([True, True, False, True]))
-    [slice(0, 2, None), slice(3, 4, None)]
-    """
-    edges = F.pad(some.int(), (1, 1)).diff().nonzero().flatten().tolist()
-    return [slice(first, last) for first, last in zip(edges[0::2], edges[1::2], strict=True)]
 
 
 def uniform(bias: Bias, *, causal: bool) -> Profile | None:

@@ -2,9 +2,7 @@
 
 import math
 from collections.abc import Collection, Sequence
-from contextlib import contextmanager
-from inspect import signature
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Int
@@ -13,6 +11,7 @@ from torch import Tensor, nn
 from lengthwise.checks import came, check_choice, check_tensor, check_whole
 from lengthwise.inspect.families import bloom, falcon, interface, mpt, ours
 from lengthwise.inspect.families.route import Route
+from lengthwise.inspect.proof import watched
 from lengthwise.inspect.record import Record
 from lengthwise.inspect.reduce import Shown, Wish, layer_maps
 from lengthwise.views.maps import WHATS, LayerMap, PositionMaps, What
@@ -103,16 +102,7 @@ def position_views(
         for what, one in layer_maps(record, asked, Wish(shown, side)).items():
             found.setdefault(what, []).append(one)
 
-    with torch.no_grad(), _at_rest(model):
-        before = _run(model, inputs) if route.repeats else None
-        with route.watch(model, see, lambda layer, of: of == part and layer in layers):
-            after = _run(model, inputs)
-        if before is not None and not torch.equal(before.nan_to_num(), after.nan_to_num()):
-            raise AssertionError(
-                f"looking must not change what a model computes; the output of {name} differs by "
-                f"{(before - after).abs().max():.1e}. Its attention is not a pure function of what it is given: drop "
-                "out what is random, or run on one thread."
-            )
+    watched(model, route, inputs, see, lambda layer, of: of == part and layer in layers)
     _check_seen(found, layers, name, part)
     order = {layer: place for place, layer in enumerate(layers)}
     return {
@@ -137,12 +127,7 @@ def position_records(model: nn.Module, input_ids: Ids, *, part: str | None = Non
     part = _checked_part(part, route)
     inputs = _inputs(model, _checked_ids(input_ids, "input_ids", route.limit), None, None, route)
     found: list[Record] = []
-    with (
-        torch.no_grad(),
-        _at_rest(model),
-        route.watch(model, lambda record, _: found.append(record), lambda _, of: of == part),
-    ):
-        _run(model, inputs)
+    watched(model, route, inputs, lambda record, _: found.append(record), lambda _, of: of == part)
     return found
 
 
@@ -185,9 +170,10 @@ def _checked_layers(layer: Layers, depth: int) -> list[int]:
     asked = [layer] if isinstance(layer, int) else list(layer)
     for one in asked:
         if not isinstance(one, int) or isinstance(one, bool) or not -depth <= one < depth:
+            named = f" (Layer {one + 1})" if isinstance(one, int) and one >= 0 else ""
             raise ValueError(
                 f"layer must be a whole number from {-depth} to {depth - 1}, since there are {depth}; {came(one)} "
-                "came. Count from 0, or from -1 backwards."
+                f"came{named}. Indices count from 0, or from -1 backwards; pictures and --layer count from 1."
             )
     if not asked:
         raise ValueError("layer must name one layer at least; none came. Give a number or 'all'.")
@@ -228,25 +214,6 @@ def _inputs(
             "Leave them out."
         )
     return inputs
-
-
-@contextmanager
-def _at_rest(model: nn.Module) -> Any:
-    """Without dropout, and as it was afterwards."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-def _run(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    """The model without its head, which would take memory for logits that nobody reads."""
-    body: nn.Module = getattr(model, "base_model", model)
-    options = {"use_cache": False} if "use_cache" in signature(body.forward).parameters else {}
-    return body(**inputs, **options)[0]
 
 
 def _side(heads: int) -> int:

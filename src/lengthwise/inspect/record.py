@@ -69,6 +69,14 @@ class Record:
         """Whether there is a positional term: an additive bias, or what a rescore adds to the content."""
         return self.bias is not None or self.rescore is not None
 
+    @property
+    def versions(self) -> list[int]:
+        """How often what belongs to the model was written to: torch counts that, and looking must not add to it."""
+        first = slice(0, 1)
+        tensors = [self.q, self.k, self.v, self.out, self.mask(first, first)]
+        tensors += [] if self.bias is None else [x for x in vars(self.bias).values() if isinstance(x, Tensor)]
+        return [x._version for x in tensors]
+
     def bias_rows(self, rows: slice, columns: slice) -> Float[Tensor, "batch head row column"]:
         """Some rows of the additive term, 0 where the mask forbids; a copy, since a tile may be the model's own."""
         assert self.bias is not None
@@ -80,8 +88,10 @@ class Record:
         """Some whole rows; the columns must be all that they may see."""
         may = self.mask(rows, columns)
         q, k = wide(self.q[:, :, rows]), wide(self.k[:, :, columns])
+        # Heads that share keys are rows of one product.
         grouped = (self.scale * q).unflatten(1, (k.shape[1], -1))
-        content = fill((grouped @ k[:, :, None].transpose(-1, -2)).flatten(1, 2), may, 0)
+        products = grouped.flatten(2, 3) @ k.transpose(-1, -2)
+        content = fill(products.unflatten(2, grouped.shape[2:4]).flatten(1, 2), may, 0)
         bias = None if self.bias is None else self.bias_rows(rows, columns)
         if self.rescore is not None:
             scores = fill(self.rescore(content, torch.zeros_like(content) if bias is None else bias, q, may), may, 0)

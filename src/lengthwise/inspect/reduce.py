@@ -1,6 +1,7 @@
 """A layer's record reduced to its maps, block by block: described forms, tiles, profiles and the two spreads."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,11 +41,23 @@ def layer_maps(record: Record, whats: Iterable[What], wish: Wish) -> dict[What, 
         # A bias needs no queries and keys, unless a rescore makes it.
         alone = set(makers) == {"bias"} and record.rescore is None
         pool = max(maker.pool for maker in makers.values())
-        for rows, columns in blocks(record.shape, pool, causal=record.causal):
-            block = _bias_alone(record, rows, columns) if alone else record.block(rows, columns)
-            for maker in makers.values():
-                maker.add(block, rows, columns)
+        with _one_thread():
+            for rows, columns in blocks(record.shape, pool, causal=record.causal):
+                block = _bias_alone(record, rows, columns) if alone else record.block(rows, columns)
+                for maker in makers.values():
+                    maker.add(block, rows, columns)
     return found | {what: maker.done() for what, maker in makers.items()}
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Many short steps on small blocks: shared out to two threads they wait for each other longer than they work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class Maker:

@@ -12,7 +12,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import Colormap, Normalize
+from matplotlib.colors import Colormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 
 SMALL, MIDDLE, LARGE = 5.5, 7.0, 8.5
@@ -34,21 +34,29 @@ class Colours:
 
     map: Colormap
     norm: Normalize
+    nothing: str = "1.0"
+    """The grey of where there is no number: white, unless white is a colour of the map."""
 
     def paint(self, values: np.ndarray) -> np.ndarray:
-        """RGBA bytes, white where there is no number."""
+        """RGBA bytes."""
         painted = self.map(self.norm(np.nan_to_num(values)), bytes=True)
-        painted[np.isnan(values)] = 255
+        painted[np.isnan(values)] = (*[round(255 * float(self.nothing))] * 3, 255)
         return painted
 
 
-def colours(values: np.ndarray) -> Colours:
-    """One colour from end to end; two about 0 where at least a tenth of the range lies on either side of it."""
+def colours(values: np.ndarray, *, log: bool = False) -> Colours:
+    """One colour from end to end; two about 0 where at least a tenth of the range lies on either side of it.
+
+    `log` is for numbers above 0 of every size: by their logarithm, from a 10,000th of the greatest.
+    """
     finite = values[np.isfinite(values)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+    if log and high > 0:
+        low = min(max(low, high / 10_000), high / 10)
+        return Colours(matplotlib.colormaps["viridis"], LogNorm(low, high, clip=True))
     if low < 0 < high and min(-low, high) >= (high - low) / 10:
         end = max(-low, high)
-        return Colours(matplotlib.colormaps["RdBu_r"], Normalize(-end, end))
+        return Colours(matplotlib.colormaps["RdBu_r"], Normalize(-end, end), "0.88")
     if low == high:
         # One colour needs a range all the same: that of 0, or of 1 where it is 0.
         low, high = min(low, 0.0), max(high, 0.0) or float(low == 0)

@@ -1,6 +1,7 @@
 """Mean against distance, a line per head: the one view in which encodings of every kind can be compared."""
 
 from collections.abc import Sequence
+from textwrap import fill
 
 import matplotlib
 import numpy as np
@@ -30,7 +31,8 @@ def curves(
     shown = checked_heads(heads, one.heads)
     panels = 1 if one.kernel is None else 2
     figure = new_figure(panels * (LEFT + WIDTH) + KEY, TOP + HEIGHT + BELOW)
-    write(figure, 0.06, 0.06, heading(maps, one), LARGE)
+    # Some 14 letters of this size go into an inch, and there is room for two lines.
+    write(figure, 0.06, 0.06, fill(heading(maps, one), int(14 * figure.get_figwidth())), LARGE)
     axes = axes_at(figure, LEFT, TOP, WIDTH, HEIGHT)
     lines(axes, one, shown, spread=spread)
     finish(axes, label(maps), log=log)
@@ -74,7 +76,7 @@ def compare(
             image = one.pooled(256).mean[head].numpy()
             bar = axes_at(figure, left + side + 0.06, top, 0.06, side)
             place = axes_at(figure, left, top, side, side)
-            panel(place, one, image, range_of(image), bar)
+            panel(place, one, image, range_of(image, log=maps.what == "weights"), bar)
             place.set_ylabel(f"Head {head + 1}", size=SMALL, labelpad=1)
     write(figure, 0.06, 0.06, ", ".join(dict.fromkeys(maps.model for maps in several)), LARGE)
     return figure

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
@@ -38,7 +39,8 @@ def grid(maps: PositionMaps, *, heads: Sequence[int] | None = None, shared: bool
     (one,) = maps.maps
     shown = checked_heads(heads, one.heads)
     images = one.pooled(RESOLUTION).mean.numpy()
-    scale = colours(images[shown]) if shared else None
+    log = maps.what == "weights"
+    scale = colours(images[shown], log=log) if shared else None
     across = min(len(shown), max(4, math.ceil(math.sqrt(len(shown)))))
     down = -(-len(shown) // across)
     width, height = LEFT + SIDE + RIGHT, ABOVE + SIDE + BELOW
@@ -49,7 +51,7 @@ def grid(maps: PositionMaps, *, heads: Sequence[int] | None = None, shared: bool
         row, column = divmod(place, across)
         axes = axes_at(figure, column * width + LEFT, top + row * height + ABOVE, SIDE, SIDE)
         bar = axes_at(figure, column * width + LEFT + SIDE + 0.05, top + row * height + ABOVE, 0.06, SIDE)
-        panel(axes, one, images[head], scale or colours(images[head]), bar)
+        panel(axes, one, images[head], scale or colours(images[head], log=log), bar)
         axes.set_title(f"Head {head + 1}", size=MIDDLE, pad=3)
         annotate(axes, one, head)
         if column == 0:
@@ -72,7 +74,7 @@ def overview(maps: PositionMaps) -> Figure:
     axes = axes_at(figure, left, top, maps.heads * side, len(rows) * side)
     for row, images in enumerate(rows):
         for head, image in enumerate(images):
-            scale = colours(image)
+            scale = colours(image, log=maps.what == "weights")
             y, x = row * step[0], head * step[1]
             sheet[y : y + image.shape[0], x : x + image.shape[1]] = scale.paint(image)
             if maps.maps[row].causal:
@@ -89,6 +91,7 @@ def overview(maps: PositionMaps) -> Figure:
     axes.set_frame_on(False)
     write(figure, 0.06, 0.06, heading(maps, maps.maps[0]), LARGE)
     said = "query down, key across; in the corner the greatest and the least of each head's colours"
+    said += ", which follow the logarithm" if maps.what == "weights" else ""
     write(figure, 0.06, top + len(rows) * side + 0.08, said, SMALL, GREY)
     return figure
 
@@ -108,6 +111,7 @@ def panel(axes: Axes, one: LayerMap, image: np.ndarray, scale: Colours, bar: Axe
         aspect="auto",
         rasterized=True,
     )
+    axes.set_facecolor(scale.nothing)
     axes.set_xlim(-0.5, one.keys - 0.5)
     axes.set_ylim(one.queries - 0.5, -0.5)
     axes.set_xticks(ticks(one.keys))
@@ -118,9 +122,10 @@ def panel(axes: Axes, one: LayerMap, image: np.ndarray, scale: Colours, bar: Axe
     if bar is not None:
         made = axes.figure.colorbar(drawn, cax=bar)
         made.outline.set_linewidth(0.4)
-        made.locator, made.formatter = MaxNLocator(6), ScalarFormatter()
-        made.formatter.set_powerlimits((-2, 4))
-        made.update_ticks()
+        if not isinstance(scale.norm, LogNorm):
+            made.locator, made.formatter = MaxNLocator(6), ScalarFormatter()
+            made.formatter.set_powerlimits((-2, 4))
+            made.update_ticks()
         made.ax.tick_params(labelsize=SMALL, length=1.5, width=0.4, pad=1)
         made.ax.yaxis.get_offset_text().set(size=SMALL, position=(0, 1))
 
@@ -158,7 +163,10 @@ def checked_heads(heads: Sequence[int] | None, count: int) -> list[int]:
     shown = list(range(count)) if heads is None else list(heads)
     for head in shown:
         if not 0 <= head < count:
-            raise ValueError(f"a head must be from 0 to {count - 1}, since there are {count}; {head} came. Change it.")
+            raise ValueError(
+                f"a head must be one of Head 1 to Head {count} (0 to {count - 1} as indices), since there are {count}; "
+                f"Head {head + 1} (index {head}) came. Change it."
+            )
     if not shown:
         raise ValueError("heads must name one head at least; none came. Leave it out for all.")
     return shown

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lengthwise.bias import Bias
 
-BLOCK = 2**20
+BLOCK = 2**21
 """How many numbers a block of rows may have, of all heads and sequences: little enough for a processor's cache."""
 
 
@@ -49,7 +49,8 @@ class TilePool:
             self.kept[0][:, rows, columns] = fill(x.float().clone(), may, torch.nan)
             return
         p = self.pool
-        x, may = (F.pad(part, (0, -part.shape[-1] % p, 0, -part.shape[-2] % p)) for part in (x, may))
+        if x.shape[-1] % p or x.shape[-2] % p:
+            x, may = (F.pad(part, (0, -part.shape[-1] % p, 0, -part.shape[-2] % p)) for part in (x, may))
         # Columns that all rows see need no mask, and under causality they are most.
         free = first_forbidden(may) // p * p
         rows = slice(rows.start // p, -(-rows.stop // p))
@@ -83,7 +84,8 @@ def _pooled(x: Tensor, may: Tensor | None, p: int) -> tuple[Tensor, Tensor, Tens
 
 def first_forbidden(may: Bool[Tensor, "*batch row column"]) -> int:
     """How many of the first columns every row may see."""
-    forbidden = ~may.flatten(0, -2).all(0)
+    # The least of bytes is found eight times as fast as whether all booleans hold.
+    forbidden = may.flatten(0, -2).view(torch.uint8).amin(0) == 0
     return int(forbidden.int().argmax()) if forbidden.any() else may.shape[-1]
 
 

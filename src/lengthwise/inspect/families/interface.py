@@ -45,7 +45,7 @@ def route(model: nn.Module) -> Route | None:
     else:
         depths = {"": _number(config, "num_hidden_layers", "num_layers", "n_layer")}
     limit = None if encoding == "rope" else getattr(config, "max_position_embeddings", None)
-    return Route(encoding, depths, watch, limit, repeats=True)
+    return Route(encoding, depths, watch, limit, in_path=True)
 
 
 @contextmanager

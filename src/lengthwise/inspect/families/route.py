@@ -25,8 +25,8 @@ class Route:
     watch: Callable[[nn.Module, See, Wanted], AbstractContextManager[None]]
     limit: int | None = None
     """How many tokens it takes, where its positions have an end."""
-    repeats: bool = False
-    """Whether something of ours stands in the model's path: its output is then held against an unwatched run."""
+    in_path: bool = False
+    """Whether something of ours stands in the model's path: an unwatched run must then give the same output."""
 
 
 def rising(levels: Tensor, queries: int) -> LevelBias:
