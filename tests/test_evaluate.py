@@ -249,6 +249,16 @@ def test_a_paired_difference_of_a_model_and_itself_is_nothing_and_needs_the_same
         LengthTable([*table.scores, *other]).difference("none", "other", 29)
 
 
+def test_a_paired_change_is_the_ratio_of_two_lengths_and_needs_the_same_tokens(table, text):
+    value, interval = table.change("none", 29, 12)
+    assert math.exp(value) == pytest.approx(table.cell("none", 29).value / table.cell("none", 12).value)
+    assert interval.low <= value <= interval.high
+    assert table.change("none", 29, 29) == (0.0, (0.0, 0.0))
+    other = LengthTable(score_lengths(small(), text, [12, 29], name="other", protocol="paper"))
+    with pytest.raises(ValueError, match="Use the protocol fair"):
+        other.change("other", 29, 12)
+
+
 def test_seeds_share_a_row_and_its_figure_is_their_mean_loss(text):
     scores = [score_lengths(small(name), text, [12], name=name)[0] for name in ("alibi", "kerple", "none")]
     table = LengthTable(scores, rows={"alibi": "all", "kerple": "all", "none": "all"})

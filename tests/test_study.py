@@ -1,7 +1,9 @@
 """A study: planned, trained, measured, drawn and reported; gone on with, never repeated, and whole when runs fail."""
 
 import base64
+import dataclasses
 import json
+import os
 import re
 import shlex
 import signal
@@ -19,8 +21,9 @@ from lengthwise.study import study as study_module
 from lengthwise.study.config import StudyConfig
 from lengthwise.study.paper import LENGTHS, PAPER, paper_rows
 from lengthwise.study.parts import commands, parts
-from lengthwise.study.study import run_study
-from lengthwise.study.training import Outcome, train_part
+from lengthwise.study.progress import Progress
+from lengthwise.study.study import jobs_of, measure_of, run_study
+from lengthwise.study.training import Outcome, train_parts
 from lengthwise.train import train
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs/studies").glob("*.yaml"))
@@ -42,15 +45,18 @@ def in_process(monkeypatch):
     """Runs trained in this process, which takes no second; those named in the list fail."""
     asked, fails = [], []
 
-    def train_part(part, *, folder, tell):
-        asked.append(part.name)
-        if part.encoding in fails:
-            return Outcome(1.0, 1, "exit code 1: out of memory")
-        train(part.config)
-        tell(part.settings.steps)
-        return Outcome(1.0, 2**20)
+    def train_parts(waiting, *, folder, jobs, progress):
+        ended = {}
+        for part in waiting:
+            asked.append(part.name)
+            if part.encoding in fails:
+                ended[part.name] = Outcome(1.0, 1, 1, "exit code 1: out of memory")
+                continue
+            train(part.config)
+            ended[part.name] = Outcome(1.0, 2**20, 1)
+        return ended
 
-    monkeypatch.setattr(study_module, "train_part", train_part)
+    monkeypatch.setattr(study_module, "train_parts", train_parts)
     return asked, fails
 
 
@@ -65,7 +71,7 @@ def test_a_study_writes_one_report_that_opens_offline_and_never_repeats_what_is_
     assert not re.search(r"<script|https?://|<link", page)
     assert "<h1>Crows &lt;b&gt;</h1>" in page
     assert "learned at 64: this model&#x27;s table of positions ends at 32" in page
-    for words in ("lengthwise train", "peak memory", "torch", "95 % intervals"):
+    for words in ("lengthwise train", "peak memory", "torch", "95 % intervals", "Rises on the same tokens"):
         assert words in page
         assert words in (out / "report.md").read_text()
     found = json.loads((out / "study.json").read_text())
@@ -135,31 +141,60 @@ def test_a_planned_command_trains_the_run_that_the_study_then_finds(tmp_path):
     assert Run(part.config.out).config["encoding"] == "alibi"
 
 
-def test_a_run_in_its_own_process_tells_its_memory_and_a_failing_one_its_last_words(tmp_path):
-    heard: list[int] = []
-    (part,) = parts(small(tmp_path, encodings=["alibi"]))
-    outcome = train_part(part, folder=tmp_path / "words", tell=heard.append)
-    assert part.is_finished
-    assert outcome.failure is None
-    assert outcome.peak_bytes > 2**26
-    assert Outcome.read(tmp_path / "words/alibi-1337.json") == outcome
-    (part,) = parts(small(tmp_path, encodings=["alibi"], data=str(tmp_path / "nothing"), out=str(tmp_path / "other")))
-    outcome = train_part(part, folder=tmp_path / "words", tell=heard.append)
-    assert "exit code 1" in outcome.failure
-    assert "nothing" in outcome.failure
+def test_runs_in_their_own_processes_tell_their_memory_and_a_failing_one_its_last_words_while_others_go_on(tmp_path):
+    config = small(tmp_path, encodings=["alibi", "kerple", "none"])
+    planned = parts(config)
+    planned[1] = dataclasses.replace(
+        planned[1], config=dataclasses.replace(planned[1].config, data=str(tmp_path / "nothing"))
+    )
+    with Progress(planned, measure_of(config, planned[0])) as progress:
+        ended = train_parts(planned, folder=tmp_path / "words", jobs=2, progress=progress)
+    assert progress.done == {"alibi-1337": 3, "kerple-1337": 3, "none-1337": 3}
+    for name in ("alibi-1337", "none-1337"):
+        assert ended[name].failure is None
+        assert ended[name].peak_bytes > 2**26
+        assert Outcome.read(tmp_path / f"words/{name}.json") == ended[name]
+    assert [part.is_finished for part in planned] == [True, False, True]
+    assert "exit code 1" in ended["kerple-1337"].failure
+    assert "nothing" in ended["kerple-1337"].failure
 
 
-def test_sigterm_ends_the_run_with_the_study(tmp_path):
-    config = small(tmp_path, encodings=["alibi"], steps=100_000)
-    out = tmp_path / "out"
+def test_the_number_of_jobs_changes_how_many_train_at_a_time_and_no_number(tmp_path):
+    found = {}
+    for jobs in (1, 2):
+        config = small(tmp_path, out=str(tmp_path / f"out{jobs}"))
+        planned = parts(config)
+        with Progress(planned, measure_of(config, planned[0])) as progress:
+            train_parts(planned, folder=tmp_path / "words", jobs=jobs, progress=progress)
+        found[jobs] = [[line["loss"] for line in part.run.metrics] for part in planned]
+    # Threads add in another order; three steps of a small model keep that at rounding.
+    assert found[1] == [pytest.approx(losses, rel=1e-5) for losses in found[2]]
+
+
+def test_as_many_runs_train_at_a_time_as_there_are_cores_unless_told_otherwise(tmp_path, monkeypatch):
+    monkeypatch.setattr(study_module.torch, "get_num_threads", lambda: 5)
+    monkeypatch.setattr(study_module.torch.cuda, "is_available", lambda: True)
+    seven = parts(small(tmp_path, seeds=list(range(7))))[:7]
+    assert jobs_of(small(tmp_path, device="cpu"), seven) == 5
+    assert jobs_of(small(tmp_path, device="cpu"), seven[:3]) == 3
+    assert jobs_of(small(tmp_path, device="cpu"), []) == 1
+    assert jobs_of(small(tmp_path), seven) == 1
+    assert jobs_of(small(tmp_path, jobs=6), seven) == 6
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_signal_ends_all_runs_with_the_study_each_with_its_checkpoint(tmp_path, number):
+    config = small(tmp_path, steps=100_000, jobs=2)
     imports = "from lengthwise.study.config import StudyConfig; from lengthwise.study.study import run_study"
-    study = subprocess.Popen([sys.executable, "-c", f"{imports}; run_study({config!r})"])
-    run = out / "runs/alibi-1337"
-    wait_until(lambda: (run / "metrics.jsonl").exists() and len(Run(run).metrics) > 2)
-    study.terminate()
-    assert study.wait(60) == 128 + signal.SIGTERM
-    assert not Run(run).is_being_written
-    assert Run(run).checkpoints
+    study = subprocess.Popen([sys.executable, "-c", f"{imports}; run_study({config!r})"], process_group=0)
+    runs = [Path(part.config.out) for part in parts(config)]
+    wait_until(lambda: all((run / "metrics.jsonl").exists() and len(Run(run).metrics) > 2 for run in runs))
+    # To the whole group, as a terminal does.
+    os.killpg(study.pid, number)
+    assert study.wait(60) in ((1, -number) if number == signal.SIGINT else (128 + number,))
+    for run in runs:
+        assert not Run(run).is_being_written
+        assert Run(run).checkpoints
 
 
 def wait_until(true, seconds: float = 240) -> None:
@@ -204,6 +239,7 @@ def test_the_papers_figures_stand_beside_ours(tmp_path, in_process):
         ({"encodings": ["alibo"]}, "unknown encoding 'alibo'"),
         ({"encoding_options": {"ropey": {}}}, "unknown encoding 'ropey'"),
         ({"paper": "table 9"}, "unknown table of the paper 'table 9'"),
+        ({"jobs": 0}, "jobs must be a whole number, 1 or more"),
         ({"preset": "giant"}, "unknown preset 'giant'"),
     ],
 )

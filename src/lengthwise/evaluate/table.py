@@ -88,6 +88,18 @@ class LengthTable:
             [score.sums(self.metric) for score in first], [score.sums(self.metric) for score in second]
         )
 
+    def change(self, name: str, length: int, since: int) -> tuple[float, Interval]:
+        """How much more one costs at a length than at another on the same tokens: nats per token, or bits per byte."""
+        now, before = (self.seeds(name, n) for n in (length, since))
+        if not now or not before or len({score.targets for score in (*now, *before)}) != 1:
+            raise ValueError(
+                f"a paired change needs {name!r} on the same tokens at {length:,} and {since:,}; it was not measured "
+                "so. Use the protocol fair."
+            )
+        return paired_difference(
+            [score.sums(self.metric) for score in now], [score.sums(self.metric) for score in before]
+        )
+
     def notes(self) -> list[str]:
         """Protocol, text, tokens scored, and what is missing and why."""
         protocols = dict.fromkeys(score.protocol for score in self.scores)

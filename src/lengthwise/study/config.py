@@ -43,6 +43,7 @@ class StudyConfig:
     final_learning_rate: float | None = _option(None, "its value at the end")
     warmup: int | None = _option(None, "steps until the highest value")
     device: str = _option("auto", "cpu, cuda, or auto")
+    jobs: int | None = _option(None, "runs that train at the same time; on the CPU one per core, else one")
     lengths: list[int] | None = field(
         default=None, metadata={"help": "measured at; 1, 2, 4, 8 and 16 times the training length"}
     )

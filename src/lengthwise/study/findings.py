@@ -59,16 +59,17 @@ class Findings:
         return [name for name in self.table.names if self.gap(name) > UNDER_TRAINED]
 
     def speed_rows(self) -> list[list[str]]:
-        """A line per run: steps, tokens a second, seconds, peak memory."""
-        rows = [["run", "steps", "tokens/s", "seconds", "peak memory"]]
+        """A line per run: steps, threads, tokens a second, seconds, peak memory."""
+        rows = [["run", "steps", "threads", "tokens/s", "seconds", "peak memory"]]
         for part in self.parts:
             metrics = part.run.metrics if part.run is not None else []
             if not metrics:
                 continue
             last, outcome = metrics[-1], self.outcomes.get(part.name)
             peak = f"{outcome.peak_bytes / 2**20:,.0f} MiB" if outcome is not None else "not measured"
+            threads = str(outcome.threads) if outcome is not None else "not measured"
             pace = f"{last['tokens'] / last['seconds']:,.0f}" if last["seconds"] else "-"
-            rows.append([part.name, f"{last['step']:,}", pace, f"{last['seconds']:,.0f}", peak])
+            rows.append([part.name, f"{last['step']:,}", threads, pace, f"{last['seconds']:,.0f}", peak])
         return rows
 
     def as_json(self) -> dict[str, Any]:

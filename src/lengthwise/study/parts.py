@@ -56,6 +56,17 @@ class Part:
         """Whether its final model is there."""
         return self.run is not None and self.run.is_finished
 
+    @property
+    def is_being_trained(self) -> bool:
+        """Whether a process is at it now."""
+        return not self.is_finished and self.run is not None and self.run.is_being_written
+
+    @property
+    def steps_done(self) -> int:
+        """How far it has come."""
+        found = self.run.metrics if self.run is not None else []
+        return int(found[-1]["step"]) if found else 0
+
     def arguments(self) -> list[str]:
         """What follows `lengthwise`: the encoding, and the options that differ from their defaults."""
         plain = TrainConfig()

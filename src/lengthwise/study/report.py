@@ -5,6 +5,7 @@ Every word that comes from outside is escaped, pictures are inside the file, and
 
 import base64
 import json
+import math
 from html import escape
 from pathlib import Path
 
@@ -93,6 +94,28 @@ def interval_rows(findings: Findings) -> list[list[str]]:
     return rows
 
 
+def rise_rows(findings: Findings) -> list[list[str]]:
+    """How much each rises above its own value at the training length, on the same tokens, by length."""
+    table, length = findings.table, findings.train_length
+    assert table is not None
+    far = [n for n in table.lengths if n > length]
+    if table.metric != "perplexity" or length not in table.lengths or not far:
+        return []
+    rows = [[f"rise since {length:,}", *(f"{n:,}" for n in far)]]
+    for name in table.names:
+        cells = []
+        for n in far:
+            try:
+                value, interval = table.change(name, n, length)
+                low, high = (math.expm1(end) for end in interval)
+                cells.append(f"{math.expm1(value):+.1%} ({low:+.1%} to {high:+.1%})")
+            except ValueError:
+                cells.append("-")
+        rows.append([name, *cells])
+    # Protocols other than fair score other tokens at each length: nothing is paired.
+    return rows if any(word != "-" for row in rows[1:] for word in row[1:]) else []
+
+
 def difference_rows(findings: Findings) -> list[list[str]]:
     """How much more each costs than the best at the longest length, on the same tokens, by length."""
     table = findings.table
@@ -150,6 +173,8 @@ def in_markdown(findings: Findings) -> str:
     if findings.table is not None:
         lines += [markdown(result_rows(findings)), "", "95 % intervals over documents and seeds:", ""]
         lines += [markdown(interval_rows(findings)), ""]
+        if rises := rise_rows(findings):
+            lines += ["Rises on the same tokens, with 95 % intervals:", "", markdown(rises), ""]
         if differences := difference_rows(findings):
             lines += ["Paired differences on the same tokens, with 95 % intervals:", "", markdown(differences), ""]
         if rows := paper_rows(findings.config.paper, findings.table):
@@ -170,6 +195,8 @@ def in_html(findings: Findings, out: Path) -> str:
         body += [_picture(png(picture), "Each line is an encoding; the shade is its 95 % interval over documents.")]
         body += ["<h2>How sure that is</h2>", "<p>95 % intervals over documents and seeds.</p>"]
         body += [_table(interval_rows(findings))]
+        if rises := rise_rows(findings):
+            body += ["<p>Rises on the same tokens, with their intervals.</p>", _table(rises)]
         if differences := difference_rows(findings):
             body += ["<p>Differences on the same tokens, with their intervals.</p>", _table(differences)]
         if rows := paper_rows(findings.config.paper, findings.table):

@@ -10,14 +10,13 @@ out/report.html     the report; report.md the same without pictures, study.json 
 import dataclasses
 import json
 import logging
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
+from lengthwise.checks import check_whole
 from lengthwise.data.tokens import file_hash
 from lengthwise.encodings.registry import find
 from lengthwise.evaluate import LengthTable, Score
@@ -29,8 +28,9 @@ from lengthwise.study.config import StudyConfig
 from lengthwise.study.findings import Findings
 from lengthwise.study.paper import check_paper
 from lengthwise.study.parts import Part, parts
+from lengthwise.study.progress import Progress
 from lengthwise.study.report import write_report
-from lengthwise.study.training import Outcome, steps_done, train_part
+from lengthwise.study.training import TRAINED_ELSEWHERE, Outcome, train_parts
 from lengthwise.views.canvas import save_picture
 
 log = logging.getLogger(__name__)
@@ -44,21 +44,18 @@ def run_study(config: StudyConfig) -> str:
     began = time.monotonic()
     chosen = parts(config)
     check_paper(config.paper)
+    if config.jobs is not None:
+        check_whole("jobs", config.jobs, "One trains one run after the other.")
     what = measure_of(config, chosen[0])
     out = Path(config.out)
-    missing = {}
     with Progress(chosen, what) as progress:
+        waiting = [part for part in chosen if not part.is_finished]
+        if config.train:
+            ended = train_parts(waiting, folder=out / "training", jobs=jobs_of(config, waiting), progress=progress)
+            missing = {name: outcome.failure for name, outcome in ended.items() if outcome.failure is not None}
+        else:
+            missing = {p.name: TRAINED_ELSEWHERE if p.is_being_trained else "not trained yet" for p in waiting}
         for part in chosen:
-            if not part.is_finished and part.run is not None and part.run.is_being_written:
-                missing[part.name] = "another process is training it"
-            elif config.train and not part.is_finished:
-                progress.begin(f"training {part.name}")
-                outcome = train_part(part, folder=out / "training", tell=progress.told(part))
-                if outcome.failure is not None:
-                    log.warning("%s failed: %s", part.name, outcome.failure)
-                    missing[part.name] = outcome.failure
-            elif not part.is_finished:
-                missing[part.name] = "not trained yet"
             progress.trained(part)
         scores: list[Score] = []
         tasks: list[TaskScore] = []
@@ -82,6 +79,14 @@ def run_study(config: StudyConfig) -> str:
     lines = [table.text()] if table is not None else []
     lines += [f"{name} is missing: {why}" for name, why in missing.items()]
     return "\n".join([*lines, f"the report is {report}"])
+
+
+def jobs_of(config: StudyConfig, waiting: list[Part]) -> int:
+    """How many runs train at the same time: one for each core, as a small model gains little from a second."""
+    if config.jobs is not None:
+        return config.jobs
+    on_cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
+    return max(1, min(torch.get_num_threads(), len(waiting))) if on_cpu else 1
 
 
 def measure_of(config: StudyConfig, part: Part) -> Measure:
@@ -164,60 +169,3 @@ def _replace(path: Path, content: str) -> None:
     half = path.with_name(path.name + ".part")
     half.write_text(content)
     half.replace(path)
-
-
-class Progress:
-    """The whole study as one bar with the time left, or a line for each part where there is no terminal.
-
-    Everything counts in steps of training; what is measured counts as the forward passes it needs, a third of a step
-    for as many tokens.
-    """
-
-    def __init__(self, chosen: list[Part], what: Measure) -> None:
-        self.steps = {part.name: part.settings.steps for part in chosen}
-        tokens = what.windows * sum(what.lengths)
-        self.cost = max(1, tokens // (3 * chosen[0].settings.batch_tokens))
-        done = sum(steps_done(part) for part in chosen)
-        total = sum(self.steps.values()) + self.cost * len(chosen)
-        self.bar = tqdm(total=total, initial=done, unit="step", disable=not sys.stderr.isatty(), smoothing=0.05)
-        self.base = 0
-        self.began = time.monotonic()
-        self.first = done
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.bar.close()
-
-    def begin(self, words: str) -> None:
-        """Say what is being done now."""
-        self.bar.set_description(words)
-        if self.bar.disable:
-            pace = (self.bar_at - self.first) / (time.monotonic() - self.began + 1e-9)
-            left = f", about {(self.bar.total - self.bar_at) / pace / 60:.0f} min left" if pace > 1e-3 else ""
-            log.info("%s (%d %% done%s)", words, 100 * self.bar_at // max(1, self.bar.total), left)
-
-    @property
-    def bar_at(self) -> int:
-        """How far the whole is."""
-        return max(self.base, self.first)
-
-    def told(self, part: Part) -> Any:
-        """What hears the steps that a run has done."""
-        base = self.base
-        return lambda steps: self._to(base + steps)
-
-    def trained(self, part: Part) -> None:
-        """A run is done with, whatever came of it."""
-        self.base += self.steps[part.name]
-        self._to(self.base)
-
-    def measured(self, part: Part) -> None:
-        """A measurement is done with."""
-        self.base += self.cost
-        self._to(self.base)
-
-    def _to(self, place: int) -> None:
-        if not self.bar.disable and place > self.bar.n:
-            self.bar.update(place - self.bar.n)

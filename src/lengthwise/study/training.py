@@ -1,21 +1,25 @@
-"""One run of a study in a process of its own: whatever ends it, the study goes on, and its memory is its own."""
+"""The runs of a study, each in a process of its own: whatever ends one, the others go on, and its memory is its own."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lengthwise.runs import Run
-from lengthwise.study.parts import Part
+import torch
 
+from lengthwise.study.parts import Part
+from lengthwise.study.progress import Progress
+
+log = logging.getLogger(__name__)
 POLL = 1.0
+TRAINED_ELSEWHERE = "another process is training it"
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,7 @@ class Outcome:
 
     seconds: float
     peak_bytes: int
+    threads: int
     failure: str | None = None
 
     @staticmethod
@@ -32,63 +37,97 @@ class Outcome:
         return Outcome(**json.loads(path.read_text())) if path.exists() else None
 
 
-def train_part(part: Part, *, folder: Path, tell: Callable[[int], None]) -> Outcome:
-    """Train one run by its own command; `tell` hears the steps done so far. Its words are kept in a log."""
+def train_parts(waiting: list[Part], *, folder: Path, jobs: int, progress: Progress) -> dict[str, Outcome]:
+    """Train runs by their own commands, `jobs` at a time; how each ended. What they say is kept in logs."""
     folder.mkdir(parents=True, exist_ok=True)
-    words = folder / f"{part.name}.log"
-    began = time.monotonic()
-    with words.open("w") as log:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "lengthwise.cli", *part.arguments()], stdout=log, stderr=subprocess.STDOUT
-        )
-        with _ended_by_sigterm():
-            try:
-                status, peak = _waited(child, lambda: tell(steps_done(part)))
-            except BaseException:
-                # Ctrl-C, SIGTERM, or an error here: the run makes its checkpoint and ends; the next study goes on.
-                child.terminate()
-                child.wait()
-                raise
-    failure = None
-    if status != 0 or not part.is_finished:
-        said = [line for line in words.read_text(errors="replace").splitlines() if line.strip()]
-        failure = f"exit code {status}: {said[-1] if said else 'it said nothing'} (see {words})"
-    outcome = Outcome(time.monotonic() - began, peak, failure)
-    (folder / f"{part.name}.json").write_text(json.dumps(asdict(outcome)) + "\n")
-    return outcome
+    waiting = list(waiting)
+    running: list[_Child] = []
+    ended: dict[str, Outcome] = {}
+    threads = max(1, torch.get_num_threads() // jobs)
+    with _ended_by_signals():
+        try:
+            while waiting or running:
+                while waiting and len(running) < jobs:
+                    part = waiting.pop(0)
+                    if part.is_being_trained:
+                        ended[part.name] = Outcome(0.0, 0, 0, TRAINED_ELSEWHERE)
+                    else:
+                        progress.begin(f"training {part.name}")
+                        running.append(_Child(part, folder, threads))
+                for child in list(running):
+                    if (outcome := child.outcome()) is None:
+                        progress.training(child.part, child.part.steps_done)
+                        continue
+                    running.remove(child)
+                    ended[child.part.name] = outcome
+                    progress.trained(child.part)
+                    if outcome.failure is not None:
+                        log.warning("%s failed: %s", child.part.name, outcome.failure)
+                if running:
+                    time.sleep(POLL)
+        finally:
+            # Ctrl-C, SIGTERM, or an error here: the runs make their checkpoints and end; the next study goes on.
+            for child in running:
+                child.process.terminate()
+            for child in running:
+                child.process.wait()
+    return ended
+
+
+class _Child:
+    """A run that trains in its own process."""
+
+    def __init__(self, part: Part, folder: Path, threads: int) -> None:
+        self.part = part
+        self.words = folder / f"{part.name}.log"
+        self.threads = threads
+        self.began = time.monotonic()
+        with self.words.open("w") as log:
+            # A group of its own: a terminal's Ctrl-C is for the study, which then tells each run once. A run that hears
+            # it twice ends at once, without a checkpoint.
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "lengthwise.cli", *part.arguments()],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+                process_group=0,
+            )
+
+    def outcome(self) -> Outcome | None:
+        """How it ended, which is written down too; None while it runs."""
+        pid, status, usage = os.wait4(self.process.pid, os.WNOHANG)
+        if not pid:
+            return None
+        self.process.returncode = os.waitstatus_to_exitcode(status)
+        failure = None
+        if self.process.returncode != 0 or not self.part.is_finished:
+            said = [line for line in self.words.read_text(errors="replace").splitlines() if line.strip()]
+            last = said[-1] if said else "it said nothing"
+            failure = f"exit code {self.process.returncode}: {last} (see {self.words})"
+        # Linux counts kibibytes, macOS bytes.
+        peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        outcome = Outcome(time.monotonic() - self.began, peak, self.threads, failure)
+        self.words.with_suffix(".json").write_text(json.dumps(asdict(outcome)) + "\n")
+        return outcome
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM raises SystemExit here instead of ending this process alone and leaving the child behind."""
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and a closed terminal raise SystemExit instead of ending this process alone and leaving runs behind."""
 
     def stop(number: int, frame: object) -> None:
         sys.exit(128 + number)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, stop)
+    before = {}
+    try:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            # nohup ignores SIGHUP, and means it.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, stop)
+    except ValueError:  # not the main thread, where signals do not come
+        pass
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def steps_done(part: Part) -> int:
-    """How far a run has come."""
-    run: Run | None = part.run
-    found = run.metrics if run is not None else []
-    return int(found[-1]["step"]) if found else 0
-
-
-def _waited(child: subprocess.Popen[bytes], tell: Callable[[], None]) -> tuple[int, int]:
-    """The exit code and the peak memory of a child, telling of it while it runs."""
-    while True:
-        pid, status, usage = os.wait4(child.pid, os.WNOHANG)
-        if pid:
-            child.returncode = os.waitstatus_to_exitcode(status)
-            # Linux counts kibibytes, macOS bytes.
-            return child.returncode, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        tell()
-        time.sleep(POLL)
+        for number, handler in before.items():
+            signal.signal(number, handler)

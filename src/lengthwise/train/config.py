@@ -57,16 +57,16 @@ PAPER = Recipe(
 """The CABLE paper's recipe on FineWeb-Edu."""
 
 RECIPES = {
-    # For two cores: small steps, so that there are many of them in the two minutes that a run of the study has.
+    # For two cores: small steps, so that there are many of them in the few minutes that a run of the study has.
     "nano": Recipe(
         tokenizer="bpe:1024",
         length=128,
         batch_tokens=2_048,
         micro_batch=16,
-        steps=300,
+        steps=400,
         learning_rate=3e-3,
         final_learning_rate=3e-4,
-        warmup=30,
+        warmup=40,
     ),
     "tiny": PAPER,
     "small": PAPER,
