@@ -170,10 +170,8 @@ def sabotaged(own: str, change):
 
 @pytest.mark.parametrize(("family", "own"), [("gpt2", "sdpa"), ("llama", "eager"), ("t5", "sdpa")])
 def test_a_probe_that_changes_the_last_bit_of_what_it_hands_on_is_found_out(family, own, monkeypatch):
-    from lengthwise.inspect import proof
     from lengthwise.inspect.families import interface
 
-    monkeypatch.setattr(proof, "PROVEN", 11)
     changed = sabotaged(own, lambda out: torch.nextafter(out, torch.tensor(torch.inf)))
     monkeypatch.setitem(interface.ALL_ATTENTION_FUNCTIONS._global_mapping, interface.PROBES[own], changed)
     model = make_model(family, own)
@@ -183,10 +181,8 @@ def test_a_probe_that_changes_the_last_bit_of_what_it_hands_on_is_found_out(fami
 
 
 def test_a_probe_under_which_a_window_is_lost_is_found_out(monkeypatch):
-    from lengthwise.inspect import proof
     from lengthwise.inspect.families import interface
 
-    monkeypatch.setattr(proof, "PROVEN", 5)  # less than the window of 7: all is compared
     masks = interface.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
     monkeypatch.setitem(masks, interface.PROBES["sdpa"], lambda *args, **kwargs: None)
     with pytest.raises(AssertionError, match=r"the output of Mistral.* differs by"):

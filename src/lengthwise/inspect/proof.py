@@ -11,16 +11,9 @@ from inspect import signature
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from lengthwise.inspect.families.route import Route, See, Wanted
 from lengthwise.inspect.record import Record
-
-PROVEN = 64
-"""How many tokens a model is run on with and without what stands in its path."""
-
-PARTIAL = ("sliding_window", "attention_window", "attention_chunk_size", "local_attention", "local_radius")
-"""What configurations call that a query sees a part of the past only."""
 
 
 def watched(model: nn.Module, route: Route, inputs: dict[str, Tensor], see: See, wanted: Wanted) -> None:
@@ -37,31 +30,15 @@ def watched(model: nn.Module, route: Route, inputs: dict[str, Tensor], see: See,
 
     # Under inference mode torch would not count.
     with torch.inference_mode(False), torch.no_grad(), _at_rest(model):
-        if route.in_path:
-            given = _proof(model, inputs)
-            alone = _run(model, given)
-            with route.watch(model, lambda *_: None, wanted):
-                beside = _run(model, given)
-            if not torch.equal(alone.nan_to_num(), beside.nan_to_num()):
-                raise AssertionError(
-                    f"looking must not change what a model computes; the output of {type(model).__name__} differs by "
-                    f"{(alone - beside).abs().max():.1e}. Its attention is not a pure function of what it is given: "
-                    "take out what is random, or run on one thread."
-                )
+        alone = _run(model, inputs) if route.in_path else None
         with route.watch(model, see_only, wanted):
-            _run(model, inputs)
-
-
-def _proof(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What a model is run on with and without the probe: the first tokens, or all where these would prove less.
-
-    The way through a model does not depend on how many tokens there are, but for masks: padding, and what lets a query
-    see a part of the past only, which the first tokens do not fill.
-    """
-    assert isinstance(model, PreTrainedModel), "only transformers chooses attention by name"
-    said = model.config.get_text_config().to_dict()
-    whole = "attention_mask" in inputs or any(said.get(name) for name in PARTIAL)
-    return inputs if whole else {name: ids[:, :PROVEN] for name, ids in inputs.items()}
+            beside = _run(model, inputs)
+        if alone is not None and not torch.equal(alone.nan_to_num(), beside.nan_to_num()):
+            raise AssertionError(
+                f"looking must not change what a model computes; the output of {type(model).__name__} differs by "
+                f"{(alone - beside).abs().max():.1e}. Its attention is not a pure function of what it is given: "
+                "take out what is random, or run on one thread."
+            )
 
 
 def _run(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
