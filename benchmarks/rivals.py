@@ -16,13 +16,11 @@ from lengthwise.attention import Call, checked_call
 from lengthwise.attention.flex import attend as flex_attend
 from lengthwise.attention.flex import objections as flex_objections
 from lengthwise.encodings.alibi import Alibi
-from lengthwise.encodings.cable import Cable
-from lengthwise.encodings.fire import Fire
 from lengthwise.encodings.kerple import KerpleLog
 from lengthwise.encodings.t5 import T5
 
 DENSE_UP_TO = 4096
-AT_FULL_LENGTH = (Alibi, Cable, Fire, KerpleLog, T5)
+AT_FULL_LENGTH = (Alibi, KerpleLog, T5)
 """Filled in, one bias costs what another costs: at the greatest length these stand for all."""
 
 
@@ -161,7 +159,8 @@ def _dense_fits(setup: Setup, length: int, mode: str) -> bool:
 
 
 def _flex_fits(setup: Setup, length: int, mode: str) -> bool:
-    return mode == "forward" and length == DENSE_UP_TO and not flex_objections(setup.call())
+    one_of_many = length == DENSE_UP_TO and isinstance(setup.encoding, AT_FULL_LENGTH)
+    return mode == "forward" and one_of_many and not flex_objections(setup.call())
 
 
 RIVALS: dict[str, Rival] = {
