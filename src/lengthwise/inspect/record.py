@@ -74,7 +74,9 @@ class Record:
         """How often what belongs to the model was written to: torch counts that, and looking must not add to it."""
         first = slice(0, 1)
         tensors = [self.q, self.k, self.v, self.out, self.mask(first, first)]
-        tensors += [] if self.bias is None else [x for x in vars(self.bias).values() if isinstance(x, Tensor)]
+        if self.bias is not None:
+            tensors += self.bias.sources  # first: a bias may make them only now
+            tensors += [x for x in vars(self.bias).values() if isinstance(x, Tensor)]
         return [x._version for x in tensors]
 
     def bias_rows(self, rows: slice, columns: slice) -> Float[Tensor, "batch head row column"]:
