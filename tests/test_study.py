@@ -188,9 +188,13 @@ def test_a_signal_ends_all_runs_with_the_study_each_with_its_checkpoint(tmp_path
     imports = "from lengthwise.study.config import StudyConfig; from lengthwise.study.study import run_study"
     study = subprocess.Popen([sys.executable, "-c", f"{imports}; run_study({config!r})"], process_group=0)
     runs = [Path(part.config.out) for part in parts(config)]
-    wait_until(lambda: all(Run.is_run(run) and len(Run(run).metrics) > 2 for run in runs))
-    # To the whole group, as a terminal does.
-    os.killpg(study.pid, number)
+    try:
+        wait_until(lambda: all(Run.is_run(run) and len(Run(run).metrics) > 2 for run in runs))
+        # To the whole group, as a terminal does.
+        os.killpg(study.pid, number)
+        study.wait(240)
+    finally:
+        study.terminate()  # whatever went wrong, nothing must go on training behind the tests
     assert study.wait(240) in ((1, -number) if number == signal.SIGINT else (128 + number,))
     for run in runs:
         assert not Run(run).is_being_written
