@@ -104,9 +104,13 @@ def make_setup(case: Case) -> Setup:
     q, k, v = torch.randn(3, 1, HEADS, case.length, DIM)
     x = F.layer_norm(torch.randn(1, case.length, HEADS * DIM), (HEADS * DIM,))
     rows = 1 if case.mode == "decode" else case.length
+    decoding = case.mode == "decode"
     with torch.no_grad():
-        cached = encoding.state(x) if case.mode == "decode" else None
-    return Setup(encoding, x, q[:, :, -rows:].contiguous(), k, v, learning=case.mode == "train", cached=cached)
+        cached = encoding.state(x) if decoding else None
+        if decoding:
+            k = encoding.rotate(k, k, torch.arange(case.length), torch.arange(case.length))[1]
+    q = q[:, :, -rows:].contiguous()
+    return Setup(encoding, x, q, k, v, learning=case.mode == "train", cached=cached, keys_turned=decoding)
 
 
 def checked(rival: Rival, setup: Setup, name: str) -> float | None:

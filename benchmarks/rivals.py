@@ -36,6 +36,8 @@ class Setup:
     learning: bool
     cached: dict[str, Tensor] | None = None
     """The state of all tokens, which a decoder has beside its keys."""
+    keys_turned: bool = False
+    """Whether the keys are cached as they meet queries, so that only the new one is to be turned."""
 
     @cached_property
     def positions(self) -> Tensor:
@@ -61,6 +63,8 @@ class Setup:
     def turned(self) -> tuple[Tensor, Tensor]:
         """Queries and keys as they meet."""
         key = self.positions
+        if self.keys_turned:
+            return self.encoding.rotate(self.q, self.k[:, :, -1:], key[-1:], key[-1:])[0], self.k
         return self.encoding.rotate(self.q, self.k, key[-self.q.shape[2] :], key)
 
     def call(self, bias: lw.Bias | None = None) -> Call:

@@ -5,6 +5,7 @@ A backend is a module with `objections(call)`, the reasons why it cannot take a 
 
 from types import ModuleType
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -101,14 +102,14 @@ def preference(call: Call) -> tuple[str, ...]:
     | call                                      | first                                                     |
     |-------------------------------------------|-----------------------------------------------------------|
     | a few queries, no gradients (decoding)    | native, which reads the cache once and where it lies      |
-    | no bias, no mask but causality            | sdpa, the limit of what attention can cost                |
-    | a device other than the CPU (untested)    | flex, which compiles the bias into its kernel             |
+    | no bias, no mask but causality            | native in float32, else sdpa                              |
+    | a device other than the CPU (untested)    | sdpa without a bias, else flex, which compiles it         |
     | everything else                           | native where it can, then row_block                       |
     """
     if native.few_rows.suits(call):
         return ("native", "row_block", "sdpa", "reference")
     if call.bias is None and call.rescore is None and sdpa.fused(call):
-        return ("sdpa", *BACKENDS)
+        return ("native", "sdpa", *BACKENDS) if call.dtype == torch.float32 else ("sdpa", *BACKENDS)
     if call.q.device.type != "cpu":
         return ("flex", *BACKENDS)
     return ("native", "row_block", "reference", "sdpa")

@@ -105,6 +105,17 @@ class Call:
             may = may & self.key_mask[:, None, columns]
         return may[:, None]
 
+    @property
+    def is_seen_finite(self) -> bool:
+        """Whether a look shows keys and values to be finite; False where nobody can look, as in a compiled graph.
+
+        A sum shows whatever is not; one that overflows without it only takes the longer way.
+        """
+        if torch.compiler.is_compiling() or self.q.device.type != "cpu":
+            return False
+        with torch.no_grad():
+            return bool((self.k.sum(dtype=torch.float32) + self.v.sum(dtype=torch.float32)).isfinite())
+
     def contained(self) -> tuple["Call", Float[Tensor, "batch head query 1"]]:
         """The call with finite keys and values, and a taint to add to its output.
 

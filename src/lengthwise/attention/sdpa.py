@@ -34,10 +34,12 @@ def objections(call: Call) -> list[str]:
 
 def attend(call: Call) -> Float[Tensor, "batch head query value"]:
     """The output, by the fused kernel where there is neither a bias to fill in nor a mask beyond causality."""
-    clean, taint = call.contained() if call.forbids else (call, 0)
+    clean, taint = call.contained() if call.forbids and not call.is_seen_finite else (call, None)
     if call.bias is None and fused(call):
-        return _plain(clean.q, clean.k, clean.v, call) + taint
-    return (_channels(clean) if fused(call) else _dense(clean)) + taint
+        out = _plain(clean.q, clean.k, clean.v, call)
+    else:
+        out = _channels(clean) if fused(call) else _dense(clean)
+    return out if taint is None else out + taint
 
 
 def fused(call: Call) -> bool:

@@ -62,10 +62,7 @@ def attend(call: Call) -> Float[Tensor, "batch head query value"]:
     if few_rows.suits(call):
         return few_rows.attend(call)
     call = call.in_lines()
-    clean, taint = call, None
-    # A sum shows whatever is not finite; one that overflows without it only takes the longer way.
-    if call.forbids and not bool((call.k.sum(dtype=torch.float32) + call.v.sum(dtype=torch.float32)).isfinite()):
-        clean, taint = call.contained()
+    clean, taint = call.contained() if call.forbids and not call.is_seen_finite else (call, None)
     sources = () if call.bias is None else call.bias.sources
     out = _Attention.apply(clean, row_block.skips(), clean.q, clean.k, clean.v, *sources)
     return out if taint is None else out + taint
