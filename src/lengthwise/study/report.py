@@ -192,7 +192,7 @@ def in_html(findings: Findings, out: Path) -> str:
     if findings.table is not None:
         body += ["<h2>Against length</h2>", _table(result_rows(findings))]
         picture = length_figure(findings.table, train_length=findings.train_length)
-        body += [_picture(png(picture), "Each line is an encoding; the shade is its 95 % interval over documents.")]
+        body += [_picture(png(picture), "Each line is an encoding; the bars are its 95 % intervals over documents.")]
         body += ["<h2>How sure that is</h2>", "<p>95 % intervals over documents and seeds.</p>"]
         body += [_table(interval_rows(findings))]
         if rises := rise_rows(findings):
