@@ -185,8 +185,10 @@ def test_as_many_runs_train_at_a_time_as_there_are_cores_unless_told_otherwise(t
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_a_signal_ends_all_runs_with_the_study_each_with_its_checkpoint(tmp_path, number):
     config = small(tmp_path, steps=100_000, jobs=2)
+    # What a shell starts in the background is told to ignore Ctrl-C, and by nohup the rest; these tests may be such.
+    heard = "import signal as s; s.signal(s.SIGINT, s.default_int_handler); s.signal(s.SIGHUP, s.SIG_DFL)"
     imports = "from lengthwise.study.config import StudyConfig; from lengthwise.study.study import run_study"
-    study = subprocess.Popen([sys.executable, "-c", f"{imports}; run_study({config!r})"], process_group=0)
+    study = subprocess.Popen([sys.executable, "-c", f"{heard}; {imports}; run_study({config!r})"], process_group=0)
     runs = [Path(part.config.out) for part in parts(config)]
     try:
         wait_until(lambda: all(Run.is_run(run) and len(Run(run).metrics) > 2 for run in runs))
