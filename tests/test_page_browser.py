@@ -7,6 +7,8 @@ import torch
 from browser_kit import Seen, needs_chromium, open_browser
 from model_kit import LENGTH, loud_model, tokens
 
+from lengthwise.bias import DistanceBias, LineBias
+from lengthwise.encodings.fire import fire_lines
 from lengthwise.inspect import position_maps, position_views
 from lengthwise.inspect.cells import Cells
 from lengthwise.inspect.look import position_records
@@ -47,9 +49,13 @@ def open_page(browser, path, page: Page, **options: object) -> Seen:
 
 def as_lines(views):
     """The same views with FIRE's function as the straight lines that it is made of."""
-    bias = views["bias"]
-    maps = tuple(replace(one, described=one.described.lines) for one in bias.maps)
-    return views | {"bias": replace(bias, maps=maps)}
+    bias, maps = views["bias"], []
+    for one in bias.maps:
+        query, key, furthest, c, limit, *layers = one.described.tensors
+        curve, *lines = fire_lines(key.shape[1], c=c, layers=layers)
+        factor = 1 / (torch.log1p(c.abs() * torch.maximum(furthest, limit)) + 1e-6)
+        maps.append(replace(one, described=LineBias(DistanceBias(curve, query, key), factor, *lines)))
+    return views | {"bias": replace(bias, maps=tuple(maps))}
 
 
 @pytest.mark.parametrize("case", ["kerple", "alibi", "cable", "k-cable", "fire-short", "lines", "t5", "dapev2-cable"])
