@@ -80,7 +80,7 @@ def test_lora_trains_a_few_weights_and_merges(case, tmp_path):
 
 
 DDP = """
-import sys, torch, torch.distributed as dist
+import gc, sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, sys.argv[1])
 from model_kit import CASES, loud_model, tokens
@@ -96,6 +96,11 @@ for case in sys.argv[2:]:
     dist.all_gather(both, total)
     assert torch.equal(*both), case
     print("agreed", case) if dist.get_rank() == 0 else None
+# The wrapped model goes before the group, and the group before the process: else its threads may outlive them.
+del model
+gc.collect()
+dist.barrier()
+dist.destroy_process_group()
 """
 
 
