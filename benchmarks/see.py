@@ -1,6 +1,6 @@
 """How long it takes to see every head of GPT-2 Small at 2,048 tokens, and how much memory, beyond the forward pass.
 
-python benchmarks/see.py            one JSON line per case; kept as results/see.jsonl
+python benchmarks/see.py            one JSON line per case
 Each case is a process of its own, so that its peak of memory is its own.
 """
 

@@ -338,5 +338,11 @@ def test_inductor_trains_every_encoding_as_eager_does(case):
     found = torch.compile(model.loss, fullgraph=True)(ids, ids)
     gradients = torch.autograd.grad(found, list(model.parameters()))
     assert found.item() == pytest.approx(expected.item(), rel=1e-5)
-    scale = max(float(g.abs().max()) for g in wanted)
-    assert all((a - b).abs().max() <= RELATIVE * scale for a, b in zip(gradients, wanted, strict=True))
+    exact_model = loud_model(case).double().train()
+    exact = torch.autograd.grad(exact_model.loss(ids, ids), list(exact_model.parameters()))
+    scale = max(float(g.abs().max()) for g in exact)
+    eager, compiled = (
+        max(float((a - b).abs().max()) for a, b in zip(found, exact, strict=True)) for found in (wanted, gradients)
+    )
+    # Loud weights make eager's own rounding large in some encodings: a graph may lose twice that.
+    assert compiled <= max(RELATIVE * scale, 2 * eager)
