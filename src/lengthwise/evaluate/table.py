@@ -78,27 +78,27 @@ class LengthTable:
 
     def difference(self, name: str, other: str, length: int) -> tuple[float, Interval]:
         """How much more one costs than another on the same tokens: nats per token, or bits per byte."""
-        first, second = (self.seeds(row, length) for row in (name, other))
-        if not first or not second or len({score.targets for score in (*first, *second)}) != 1:
-            raise ValueError(
-                f"a paired difference needs {name!r} and {other!r} on the same tokens at {length:,}; they were not. "
-                "Measure both in one go, with one tokenizer."
-            )
-        return paired_difference(
-            [score.sums(self.metric) for score in first], [score.sums(self.metric) for score in second]
+        return self._paired(
+            self.seeds(name, length),
+            self.seeds(other, length),
+            f"a paired difference needs {name!r} and {other!r} on the same tokens at {length:,}; they were not. "
+            "Measure both in one go, with one tokenizer.",
         )
 
     def change(self, name: str, length: int, since: int) -> tuple[float, Interval]:
         """How much more one costs at a length than at another on the same tokens: nats per token, or bits per byte."""
-        now, before = (self.seeds(name, n) for n in (length, since))
-        if not now or not before or len({score.targets for score in (*now, *before)}) != 1:
-            raise ValueError(
-                f"a paired change needs {name!r} on the same tokens at {length:,} and {since:,}; it was not measured "
-                "so. Use the protocol fair."
-            )
-        return paired_difference(
-            [score.sums(self.metric) for score in now], [score.sums(self.metric) for score in before]
+        return self._paired(
+            self.seeds(name, length),
+            self.seeds(name, since),
+            f"a paired change needs {name!r} on the same tokens at {length:,} and {since:,}; it was not measured so. "
+            "Use the protocol fair.",
         )
+
+    def _paired(self, first: list[Score], second: list[Score], otherwise: str) -> tuple[float, Interval]:
+        """First less second, or an error in these words where they did not score the same tokens."""
+        if not first or not second or len({score.targets for score in (*first, *second)}) != 1:
+            raise ValueError(otherwise)
+        return paired_difference(*([score.sums(self.metric) for score in scores] for scores in (first, second)))
 
     def notes(self) -> list[str]:
         """Protocol, text, tokens scored, and what is missing and why."""
