@@ -39,11 +39,6 @@ class Setup:
     keys_turned: bool = False
     """Whether the keys are cached as they meet queries, so that only the new one is to be turned."""
 
-    @cached_property
-    def positions(self) -> Tensor:
-        """Of all tokens; a model has them once for all layers."""
-        return torch.arange(self.k.shape[2])
-
     def __post_init__(self) -> None:
         for tensor in (self.q, self.k, self.v):
             tensor.requires_grad_(self.learning)
@@ -55,17 +50,27 @@ class Setup:
 
     def bias(self, rows: int | None = None) -> lw.Bias | None:
         """Built anew, as a model does in every forward pass."""
-        rows, key = rows or self.q.shape[2], self.positions
-        if self.cached is None or rows == len(key):
-            return self.encoding.bias(self.x, key[-rows:], key)
-        return self.encoding.bias(self.x[:, -rows:], key[-rows:], key, self.cached)
+        x, query, key = self.new_tokens if rows is None else self.last(rows)
+        return self.encoding.bias(self.x if self.cached is None else x, query, key, self.cached)
+
+    def last(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Some last tokens, their positions and those of all keys."""
+        key = torch.arange(self.k.shape[2])
+        return self.x[:, -rows:], key[-rows:], key
+
+    @cached_property
+    def new_tokens(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The queries' tokens, their positions and those of all keys; a model has them once for all layers."""
+        return self.last(self.q.shape[2])
 
     def turned(self) -> tuple[Tensor, Tensor]:
         """Queries and keys as they meet."""
-        key = self.positions
+        if not self.encoding.overrides("rotate"):
+            return self.q, self.k
+        _, query, key = self.new_tokens
         if self.keys_turned:
-            return self.encoding.rotate(self.q, self.k[:, :, -1:], key[-1:], key[-1:])[0], self.k
-        return self.encoding.rotate(self.q, self.k, key[-self.q.shape[2] :], key)
+            return self.encoding.rotate(self.q, self.k[:, :, -1:], query, query)[0], self.k
+        return self.encoding.rotate(self.q, self.k, query, key)
 
     def call(self, bias: lw.Bias | None = None) -> Call:
         """The job as our own, with the bias built anew if none is ready."""

@@ -33,7 +33,7 @@ def assert_same(a: torch.Tensor, b: torch.Tensor) -> None:
     assert torch.allclose(a, b, rtol=2**-22, atol=0)
 
 
-@pytest.fixture(params=["kerple", "kerple-power", "fire", "fire beyond L"])
+@pytest.fixture(params=["kerple", "kerple-power", "t5", "fire", "fire beyond L"])
 def encoding(request):
     name, _, beyond = request.param.partition(" ")
     return make(name, **({"threshold": 8.0} if beyond else {}))

@@ -51,10 +51,9 @@ def as_lines(views):
     """The same views with FIRE's function as the straight lines that it is made of."""
     bias, maps = views["bias"], []
     for one in bias.maps:
-        query, key, furthest, c, limit, *layers = one.described.tensors
-        curve, *lines = fire_lines(key.shape[1], c=c, layers=layers)
-        factor = 1 / (torch.log1p(c.abs() * torch.maximum(furthest, limit)) + 1e-6)
-        maps.append(replace(one, described=LineBias(DistanceBias(curve, query, key), factor, *lines)))
+        query, key, _, c, limit, *layers = one.described.tensors
+        curve, factors, *lines = fire_lines(key.shape[1], c=c, limit=limit, layers=layers)
+        maps.append(replace(one, described=LineBias(DistanceBias(curve, query, key), factors[query], *lines)))
     return views | {"bias": replace(bias, maps=tuple(maps))}
 
 

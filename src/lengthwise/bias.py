@@ -35,14 +35,18 @@ def registered_tile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return function
 
 
+NOTHING = nullcontext()
+
+
 def wide(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """The same numbers in float32 or better: half precision cannot hold a position."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
-def without_autocast(device: str) -> AbstractContextManager[object]:
-    """Full precision within; nothing at all where there is no autocast, since in decoding even that would be felt."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Full precision on x's device; nothing at all where there is no autocast: in decoding even that would be felt."""
+    device = "cpu" if x.is_cpu else x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else NOTHING
 
 
 class Bias(ABC):

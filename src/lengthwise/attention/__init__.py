@@ -67,7 +67,7 @@ def attend(
         start=start,
     )
     module = BACKENDS[choose(call, backend)]
-    with without_autocast(q.device.type):
+    with without_autocast(q):
         return module.attend(call)
 
 
@@ -80,7 +80,7 @@ def explain(call: Call) -> Explanation:
             [0.5000, 0.5000]])
     """
     choose(call, "reference")
-    with without_autocast(call.q.device.type):
+    with without_autocast(call.q):
         return reference.explain(call)
 
 

@@ -44,7 +44,7 @@ def attend(call: Call) -> Float[Tensor, "batch head query value"]:
 def explain(call: Call) -> Explanation:
     """The output and what led to it, in float32 or better; only the output returns to the call's dtype."""
     clean, taint = call.contained()
-    k, v = (wide(x).repeat_interleave(call.group, 1) for x in (clean.k, clean.v))
+    k, v = (of_heads(x, call.group) for x in (clean.k, clean.v))
     content, bias, scores = scored(call, k, None if call.bias is None else call.bias.dense())
     weights = softmax(scores)
     out = (weights @ v).to(call.dtype) + taint
@@ -64,6 +64,11 @@ def scored(
     bias = torch.zeros_like(content) if bias is None else bias.expand_as(content).masked_fill(~mask, 0)
     scores = content + bias if call.rescore is None else call.rescore(content, bias, q, mask)
     return content, bias, scores.masked_fill(~mask, -torch.inf)
+
+
+def of_heads(x: Float[Tensor, "batch kv_head key dim"], group: int) -> Float[Tensor, "batch head key dim"]:
+    """Keys or values for every head of the queries, in float32 or better; no copy where each has its own."""
+    return wide(x) if group == 1 else wide(x).repeat_interleave(group, 1)
 
 
 def softmax(scores: Float[Tensor, "*rows key"]) -> Float[Tensor, "*rows key"]:

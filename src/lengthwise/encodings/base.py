@@ -180,9 +180,9 @@ def checked_count(x: Tokens, positions: Positions, of: str) -> None:
 def project(layer: nn.Linear, x: Tokens) -> Float[Tensor, "batch head position"]:
     """layer(x) with heads first, in float32 or better whatever the autocast: positions are made of it."""
     x = wide(x)
-    bias = None if layer.bias is None else layer.bias.to(x.dtype)
-    with without_autocast(x.device.type):
-        return F.linear(x, layer.weight.to(x.dtype), bias).transpose(1, 2).contiguous()
+    weight, bias = (p if p is None or p.dtype == x.dtype else p.to(x.dtype) for p in (layer.weight, layer.bias))
+    with without_autocast(x):
+        return F.linear(x, weight, bias).transpose(1, 2).contiguous()
 
 
 def reset_linear(layer: nn.Linear | nn.Conv2d) -> None:

@@ -27,7 +27,7 @@ from lengthwise.bias import (
 from lengthwise.checks import check_number, check_whole
 from lengthwise.encodings.base import Encoding, Geometry, Slot, State, Tokens, reset_linear
 from lengthwise.encodings.kept import Kept
-from lengthwise.encodings.positions import Positions, checked_positions, reaches_beyond, run_ends
+from lengthwise.encodings.positions import Positions, checked_positions, highest, reaches_beyond, run_ends
 
 
 class Fire(Encoding):
@@ -46,7 +46,7 @@ class Fire(Encoding):
         self.multiplier = nn.Parameter(torch.empty(1))
         self.into = nn.Linear(1, hidden)
         self.out = nn.Linear(hidden, geometry.heads)
-        self._tables, self._lines = Kept(), Kept()
+        self._limits, self._tables, self._lines = Kept(), Kept(), Kept()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -61,22 +61,23 @@ class Fire(Encoding):
     ) -> Bias:
         """A table if every query is within L, else the function; a compiled graph cannot look and takes the latter."""
         query, key = checked_positions(query, key)
-        furthest = query if self.geometry.causal else torch.maximum(query, run_ends(query) - query)
-        c, limit = wide(self.c), (wide(self.multiplier) * self.threshold).abs()
-        layers = [wide(p) for layer in (self.into, self.out) for p in (layer.weight, layer.bias)]
-        reach = max(query.shape[1], key.shape[1])
-        gaps = torch.compiler.is_compiling() or reaches_beyond(query, key, reach)
-        if gaps or not bool((furthest <= limit).all()):
-            tensors, lines = (query, key, furthest, c, limit, *layers), None
-            if self.geometry.causal and not gaps:
-                make_lines = partial(fire_lines, c=c, layers=layers)
-                curve, *line = self._lines.table(make_lines, reach, query.shape[1], c, *layers)
-                factor = 1 / (torch.log1p(c.abs() * torch.maximum(furthest, limit)) + 1e-6)
-                lines = LineBias(DistanceBias(curve, query, key), factor, *line)
-            return FunctionBias(fire_tile, tensors, lines)
-        make_table = partial(fire_table, causal=self.geometry.causal, network=(c, limit, *layers))
-        table, first = self._tables.table(make_table, reach, query.shape[1], c, limit, *layers)
-        return DistanceBias(table, query, key, first)
+        causal, rows, reach = self.geometry.causal, query.shape[1], max(query.shape[1], key.shape[1])
+        furthest = query if causal else torch.maximum(query, run_ends(query) - query)
+        c, multiplier, into, out = wide(self.c), wide(self.multiplier), self.into, self.out
+        layers = [wide(p) for p in (into.weight, into.bias, out.weight, out.bias)]
+        limit = self._limits.table(lambda _: (multiplier * self.threshold).abs(), reach, rows, multiplier)
+        function = partial(FunctionBias, fire_tile, (query, key, furthest, c, limit, *layers))
+        if torch.compiler.is_compiling() or reaches_beyond(query, key, reach):
+            return function()
+        if highest(furthest) <= float(limit.detach()):
+            make_table = partial(fire_table, causal=causal, network=(c, limit, *layers))
+            table, first = self._tables.table(make_table, reach, rows, c, limit, *layers)
+            return DistanceBias(table, query, key, first)
+        if not causal or highest(query) >= reach:
+            return function()
+        make_lines = partial(fire_lines, c=c, limit=limit, layers=layers)
+        curve, factors, *lines = self._lines.table(make_lines, reach, rows, c, limit, *layers)
+        return function(LineBias(DistanceBias(curve, query, key), factors[query], *lines))
 
 
 @registered_tile
@@ -107,14 +108,17 @@ def fire_table(reach: int, *, causal: bool, network: Sequence[Tensor]) -> tuple[
     first = 0 if causal else 1 - reach
     distances = torch.arange(first, reach, device=network[0].device)[None]
     origin = torch.zeros_like(distances)
-    with without_autocast(distances.device.type):
+    with without_autocast(distances):
         return fire_tile(slice(None), slice(0, 1), distances, origin, origin, *network)[0, :, :, 0], first
 
 
-def fire_lines(reach: int, *, c: Tensor, layers: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """f as straight lines: psi of all distances below `reach`, and the lines' knots, slopes and intercepts."""
+def fire_lines(
+    reach: int, *, c: Tensor, limit: Tensor, layers: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """f as straight lines: psi of all distances below `reach`, factors of queries there, knots, slopes, intercepts."""
     weight_in, bias_in, weight_out, bias_out = layers
-    curve = torch.log1p(c.abs() * torch.arange(reach, device=c.device))[None]
+    curve = torch.log1p(c.abs() * torch.arange(reach, device=c.device))
+    factors = 1 / (torch.maximum(curve, torch.log1p(c.abs() * limit)) + 1e-6)
     into = weight_in[:, 0]
     # A unit that does not look at its input has no knot: it is on or off throughout.
     knots, order = torch.where(into == 0, torch.inf, -bias_in / into).detach().sort()
@@ -122,4 +126,4 @@ def fire_lines(reach: int, *, c: Tensor, layers: Sequence[Tensor]) -> tuple[Tens
     on = torch.where(into == 0, bias_in > 0, passed == (into > 0)).to(weight_out.dtype)
     # Not a matrix product, whose order of summing may depend on where in memory its factors lie.
     slope, intercept = ((weight_out[:, None] * (on * unit)).sum(-1) for unit in (into, bias_in))
-    return curve, knots, slope, intercept + bias_out[:, None]
+    return curve[None], factors, knots, slope, intercept + bias_out[:, None]

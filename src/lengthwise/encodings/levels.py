@@ -127,7 +127,7 @@ class SlopedStepEncoding(StepEncoding):
 
     def step(self, x: Tokens) -> Levels:
         """relu(W_c x + b_c)."""
-        return F.relu(project(self.to_step, x))
+        return project(self.to_step, x).relu()
 
     def slope(self, x: Tokens, queries: int) -> Levels:
         """softplus(W_s x + b_s) of the queries, which are the last of x."""

@@ -23,6 +23,8 @@ class _Pair:
     given: tuple[Tensor, Tensor]
     versions: tuple[int, int]
     checked: tuple[Positions, Positions]
+    query_ends: tuple[int, int]
+    """The lowest and the highest of the queries."""
     furthest: int | None = None
     """Their greatest distance, once somebody has asked."""
 
@@ -45,12 +47,14 @@ def checked_positions(
     checked = _two_axes("query positions", query), _two_axes("key positions", key)
     sizes = [positions.shape[0] for positions in checked]
     check_broadcast("query and key positions", sizes, "batch", "Give one row or one each.")
-    if eager and query.numel() and (lowest := int(query.min())) < 0:
-        raise PositionError(
-            f"a query's position must be 0 or more; {lowest} came. Give padding position 0 and mask it."
-        )
-    if eager and not (query.is_inference() or key.is_inference()):  # those have no version
-        _last = _Pair((query, key), (query._version, key._version), checked)
+    if eager and query.numel():
+        ends = _ends(query)
+        if ends[0] < 0:
+            raise PositionError(
+                f"a query's position must be 0 or more; {ends[0]} came. Give padding position 0 and mask it."
+            )
+        if not (query.is_inference() or key.is_inference()):  # those have no version
+            _last = _Pair((query, key), (query._version, key._version), checked, ends)
     return checked
 
 
@@ -82,10 +86,22 @@ def reaches_beyond(query: Positions, key: Positions, reach: int) -> bool:
     return pair.furthest >= reach
 
 
+def highest(positions: Positions) -> int:
+    """The highest of some positions, -1 if there are none; remembered for those that were looked at last."""
+    if _last is not None and positions is _last.checked[0]:
+        return _last.query_ends[1]
+    return int(positions.max()) if positions.numel() else -1
+
+
 def _furthest(query: Positions, key: Positions) -> int:
     """The greatest distance either way."""
-    (first, last), (lowest, highest) = ([int(end) for end in x.aminmax()] for x in (query, key))
+    (first, last), (lowest, highest) = _ends(query), _ends(key)
     return max(last - lowest, highest - first)
+
+
+def _ends(positions: Positions) -> tuple[int, int]:
+    lowest, highest = positions.aminmax()
+    return int(lowest), int(highest)
 
 
 def run_ends(positions: Positions) -> Positions:

@@ -65,14 +65,20 @@ class Rope(Encoding):
             check_tensor(f"what {name} positions turn", tensor, axes, "floating-point", "Give one position each.")
             sizes = (tensor.shape[0], positions.shape[0])
             check_broadcast(f"{name} positions and what they turn", sizes, "batch", "Give one row or one each.")
-        query_length = run_ends(query) + 1
-        key_length = torch.minimum(run_ends(key), query.amax(1, keepdim=True)) + 1
-        return self._turn(q, query, query_length), self._turn(k, key, key_length)
+        waves = self._waves(query, query)
+        return self._turn(q, waves), self._turn(k, waves if key is query else self._waves(key, query))
 
-    def _turn(self, x: Tensor, positions: Positions, length: Positions) -> Tensor:
-        angles = positions[..., None].float() * self.scaling.frequencies(length)
-        cos, sin = (self.scaling.factor * wave[:, None].to(wide(x).dtype) for wave in (angles.cos(), angles.sin()))
+    def _waves(self, positions: Positions, query: Positions) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of the angles of some positions, with an axis for heads."""
+        length = positions
+        if self.length_dependent:
+            length = torch.minimum(run_ends(positions), query.amax(1, keepdim=True)) + 1
+        angles = (positions[..., None].float() * self.scaling.frequencies(length))[:, None]
+        return self.scaling.factor * angles.cos(), self.scaling.factor * angles.sin()
+
+    def _turn(self, x: Tensor, waves: tuple[Tensor, Tensor]) -> Tensor:
         wide_x = wide(x)
+        cos, sin = waves
         if self.layout == "half":
             a, b = wide_x.chunk(2, -1)
             return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)

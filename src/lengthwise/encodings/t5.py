@@ -8,11 +8,13 @@ after the query in the upper half. T5 itself shares one table among all layers a
 """
 
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from lengthwise.bias import DistanceBias
 from lengthwise.checks import check_whole
 from lengthwise.encodings.base import Encoding, Geometry, Slot, State, Tokens
+from lengthwise.encodings.kept import Kept
 from lengthwise.encodings.positions import Positions, checked_positions
 
 
@@ -37,6 +39,7 @@ class T5(Encoding):
         self.past = bucket_of_distance(side, max_distance)
         self.ahead = [] if geometry.causal else [side + bucket for bucket in self.past[:0:-1]]
         self.table = nn.Parameter(torch.empty(buckets, geometry.heads))
+        self._kept = Kept()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -48,8 +51,13 @@ class T5(Encoding):
     ) -> DistanceBias:
         """The table spread out over the distances that differ."""
         query, key = checked_positions(query, key)
-        bucket = torch.tensor(self.ahead + self.past, device=query.device)
-        return DistanceBias(self.table[bucket].T, query, key, first=-len(self.ahead))
+        reach = max(query.shape[1], key.shape[1])
+        table = self._kept.table(self._spread, reach, query.shape[1], self.table)
+        return DistanceBias(table, query, key, first=-len(self.ahead))
+
+    def _spread(self, _: int) -> Float[Tensor, "head distance"]:
+        """One number per distance, as many as differ, however far there is to look."""
+        return self.table[torch.tensor(self.ahead + self.past, device=self.table.device)].T.contiguous()
 
 
 def bucket_of_distance(buckets: int, max_distance: int) -> list[int]:

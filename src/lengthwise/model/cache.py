@@ -45,12 +45,11 @@ def remember(
             "that has one. Use a dynamic or a static cache."
         )
     dim, width, dtype = k.shape[-1], channels(1, k.dtype), k.dtype
-    places = {name: dim + n * width for n, name in enumerate(state)}
-    k = torch.cat([k, *(split(state[name], dtype) for name in places)], -1)
+    k = torch.cat([k, *(split(numbers, dtype) for numbers in state.values())], -1)
     k, v = cache.update(k, _as_wide_as_made(cache, layer, v, k.shape[-1] - dim), layer)
-    k, v = _filled(k, keys), _filled(v, keys)
-    v = v if v.shape[-1] == dim else v[..., :dim]
-    return k[..., :dim], v, {name: join(k[..., at : at + width]) for name, at in places.items()}
+    k, *parts = _filled(k, keys).split_with_sizes([dim, *(width for _ in state)], -1)
+    v = _filled(v, keys)
+    return k, v if v.shape[-1] == dim else v[..., :dim], dict(zip(state, map(join, parts), strict=True))
 
 
 def _filled(x: Tensor, keys: int) -> Tensor:
@@ -70,7 +69,7 @@ def _as_wide_as_made(cache: Cache, layer: int, v: Tensor, extra: int) -> Tensor:
             f"keys with the encoding's state are {dim + extra} wide; the cache was made for {keys.shape[-1]}. Make it "
             "with the widths of model._get_static_cache_init_shape(), or leave out early_initialization."
         )
-    return F.pad(v, (0, values.shape[-1] - dim))
+    return v if values.shape[-1] == dim else F.pad(v, (0, values.shape[-1] - dim))
 
 
 def split(x: Float[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape part"]:
@@ -81,7 +80,7 @@ def split(x: Float[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*sha
     True
     """
     if dtype not in HALVES:
-        return x.to(dtype).unsqueeze(-1)
+        return (x if x.dtype == dtype else x.to(dtype)).unsqueeze(-1)
     parts: list[Tensor] = []
     for _ in range(PARTS):
         parts.append(x.to(dtype))

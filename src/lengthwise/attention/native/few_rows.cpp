@@ -19,9 +19,12 @@
 // What Python hands over; few_rows.py has the same fields in the same order. A stride counts elements, and is 0 along
 // an axis that is spread; the last axis of every array is contiguous, but for the steps, which lie among the keys.
 struct FewRows {
-  int64_t batch, heads, group, queries, keys, dim, value, precision, kind, causal, window, start, threads;
+  int64_t batch, heads, group, queries, keys, dim, value, precision, causal, window, start, threads;
   int64_t q_strides[3], k_strides[3], v_strides[3];  // sequence, head, position
   const void *q, *k, *v;
+  float* out;  // (sequence, head, query, value)
+  double scale;
+  int64_t kind;
   const uint8_t* key_mask;
   int64_t key_mask_stride;
   const int64_t* documents;
@@ -40,8 +43,6 @@ struct FewRows {
   int64_t slope_strides[3];
   const float* row;
   int64_t row_strides[3];
-  float* out;  // (sequence, head, query, value)
-  double scale;
 };
 
 namespace {
@@ -166,8 +167,22 @@ struct Walk {
   void to(long key) {
     for (; at > key; --at) level -= step[at * stride];
   }
+  // The levels of a block. Four steps are added up by themselves, so that four keys wait for one sum and not for four.
   const double* through(long column, long count) {
-    for (long j = count - 1; j >= 0 && first != column; --j) {
+    if (first == column) return levels;
+    to(column + count - 1);
+    const float* from = step + column * stride;
+    long j = count - 1;
+    for (; j >= 4; j -= 4) {
+      const double one = from[j * stride], two = one + from[(j - 1) * stride];
+      const double three = two + from[(j - 2) * stride], four = three + from[(j - 3) * stride];
+      levels[j] = level;
+      levels[j - 1] = level - one;
+      levels[j - 2] = level - two;
+      levels[j - 3] = level - three;
+      level -= four;
+    }
+    for (at = column + j; j >= 0; --j) {
       to(column + j);
       levels[j] = level;
     }

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lengthwise.attention.call import Call
-from lengthwise.attention.reference import scored, softmax
+from lengthwise.attention.reference import of_heads, scored, softmax
 from lengthwise.attention.row_block.visible import Visible, rows_that_see
 from lengthwise.bias import EVERYTHING, Bias, DistanceBias, wide
 
@@ -20,8 +20,10 @@ SCORES = 2**22
 
 def attend(call: Call) -> Float[Tensor, "batch head query value"]:
     """The output, one block of rows after the other."""
-    tainted = ~(call.k.isfinite().all(-1) & call.v.isfinite().all(-1))
-    k, v = (torch.where(x.isfinite(), x, 0) if tainted.any() else x for x in (call.k, call.v))
+    k, v, finite = call.k, call.v, call.is_seen_finite
+    if not finite:
+        tainted = ~(k.isfinite().all(-1) & v.isfinite().all(-1))
+        k, v = (torch.where(x.isfinite(), x, 0) for x in (k, v))
     count = max(1, SCORES // max(1, call.batch * call.heads * call.keys))
     blocks = [slice(row, min(row + count, call.queries)) for row in range(0, call.queries, count)]
     run = [
@@ -29,7 +31,7 @@ def attend(call: Call) -> Float[Tensor, "batch head query value"]:
         for rows in blocks
     ]
     out = torch.cat(run, 2) if run else call.q.new_zeros(*call.q.shape[:3], call.v.shape[3])
-    if tainted.any():
+    if not finite:
         seen = rows_that_see(Visible(call), tainted).repeat_interleave(call.group, 1)
         out = out + torch.zeros_like(seen, dtype=out.dtype).masked_fill(seen, torch.nan)[..., None]
     return out
@@ -37,7 +39,7 @@ def attend(call: Call) -> Float[Tensor, "batch head query value"]:
 
 def _block(call: Call, rows: slice, k: Tensor, v: Tensor) -> Tensor:
     """Some rows as the reference defines them."""
-    k, v = (wide(x).repeat_interleave(call.group, 1) for x in (k, v))
+    k, v = (of_heads(x, call.group) for x in (k, v))
     *_, scores = scored(call, k, None if call.bias is None else _rows_of(call.bias, rows), rows)
     return (softmax(scores) @ v).to(call.dtype)
 
