@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: study test check prove bench bench-full table screenshots clean
+.PHONY: study test check prove bench bench-full bench-model table screenshots clean
 
 study: $(VENV)/ready
 	$(BIN)/lengthwise study
@@ -17,7 +17,7 @@ check: $(VENV)/ready
 	$(BIN)/mypy
 
 prove: $(VENV)/ready
-	$(BIN)/pytest -m prove
+	$(BIN)/pytest -n auto -m prove
 
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/attention.py
@@ -25,6 +25,10 @@ bench: $(VENV)/ready
 bench-full: $(VENV)/ready
 	$(BIN)/python benchmarks/attention.py --form full
 	$(BIN)/python benchmarks/figure.py
+	$(BIN)/python docs/tables.py
+
+bench-model: $(VENV)/ready
+	for what in train decode memory loss; do $(BIN)/python benchmarks/model.py $$what || exit 1; done
 	$(BIN)/python docs/tables.py
 
 table: $(VENV)/ready

@@ -6,16 +6,19 @@
     python benchmarks/model.py loss              the loss of 32,768 tokens through a vocabulary of 50,304
 
 Losses of rivals are compared before they are timed. Rivals run round robin; the ratio is the median over rounds of the
-time divided by that of encoding "none" in the same round. One JSON line a rival, with its birth certificate.
+time divided by that of encoding "none" in the same round. One JSON line a rival, with its birth certificate, kept in
+benchmarks/results; `make bench-model` runs all four.
 """
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -25,6 +28,7 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM, convert_gpt2
 from lengthwise.model.losses import head_loss
 
+RESULTS = Path(__file__).parent / "results"
 BASE = "none"
 Job = Callable[[], object]
 
@@ -108,11 +112,12 @@ with torch.no_grad():
     out = model(torch.randint(0, 50304, (1, {length})), logits_to_keep=1, use_cache=False)
 assert out.logits.isfinite().all()
 """
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    subprocess.run([sys.executable, "-c", code], check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    assert after > before, "a smaller process cannot be seen behind a larger one: measure one name a call"
-    return after * 1024 / 1e9
+    process = subprocess.Popen([sys.executable, "-c", code])
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, process.args)
+    return used.ru_maxrss * 1024 / 1e9
 
 
 def loss_seconds(length: int) -> dict[str, float]:
@@ -142,8 +147,12 @@ def main() -> None:
         jobs = {"train": train_jobs, "decode": decode_jobs}[chosen.what](chosen.encodings, length)
         rows = round_robin(jobs, chosen.rounds)
     born = certificate("python benchmarks/model.py " + " ".join(sys.argv[1:]))
-    for name, row in rows.items():
-        print(json.dumps({"what": chosen.what, "rival": name, "length": length} | row | born))
+    lines = [
+        json.dumps({"what": chosen.what, "rival": name, "length": length} | row | {"born": born})
+        for name, row in rows.items()
+    ]
+    print(*lines, sep="\n")
+    (RESULTS / f"model-{chosen.what}.jsonl").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

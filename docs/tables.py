@@ -11,6 +11,12 @@ README = ROOT / "README.md"
 MEASURED = ROOT / "benchmarks/results/attention-full.jsonl"
 LENGTHS = (1024, 4096, 16384)
 STUDY = ROOT / "benchmarks/results/study.json"
+MODEL = {
+    "train": ("training step of preset tiny, 1,024 tokens", "ratio", "{:.2f}"),
+    "decode": ("one token of preset small after 4,096", "ratio", "{:.2f}"),
+    "memory": ("peak memory of a process, preset tiny forward over 16,384 tokens", "gigabytes", "{:.2f} GB"),
+}
+"""What of the whole model is shown: in words, by which number, and how it is written."""
 
 
 def filled(text: str, name: str, content: str) -> str:
@@ -64,6 +70,20 @@ def measured(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def model(files: dict[str, list[dict]]) -> str:
+    """The whole model: a row for each thing measured, a column for each rival."""
+    rivals = list(dict.fromkeys(row["rival"] for rows in files.values() for row in rows))
+    lines = ["| | " + " | ".join(rivals) + " |", "|---" * (len(rivals) + 1) + "|"]
+    for what, rows in files.items():
+        words, number, form = MODEL[what]
+        own = {row["rival"]: form.format(row[number]) for row in rows}
+        lines.append(f"| {words} | " + " | ".join(own.get(rival, "") for rival in rivals) + " |")
+    born = [rows[0]["born"] for rows in files.values()]
+    runs = dict.fromkeys(f"`{one['command']}` at commit {one['commit']}" for one in born)
+    lines += ["", f"Measured on {born[0]['date']} by {'; '.join(runs)}: {born[0]['machine']}."]
+    return "\n".join(lines)
+
+
 def study(found: dict) -> str:
     """The default study: perplexity by length, and the rise at eight times the training length."""
     length = found["train_length"]
@@ -105,6 +125,9 @@ if __name__ == "__main__":
     text = filled(README.read_text(), "encodings", table())
     if MEASURED.exists():
         text = filled(text, "measured", measured(rows_of()))
+    files = {what: ROOT / f"benchmarks/results/model-{what}.jsonl" for what in MODEL}
+    if all(path.exists() for path in files.values()):
+        text = filled(text, "model", model({what: rows_of(path) for what, path in files.items()}))
     if STUDY.exists():
         text = filled(text, "study", study(json.loads(STUDY.read_text())))
     README.write_text(text)

@@ -9,11 +9,11 @@ from torch import Tensor
 from lengthwise.attention import reference
 from lengthwise.attention.call import Call
 from lengthwise.attention.native import build
+from lengthwise.attention.row_block.few_rows import FEW
 from lengthwise.bias import DistanceBias, LevelBias, LineBias, StepBias
 
 PRECISIONS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NONE, TABLE, LEVEL, LINE, STEP, ROW = range(6)
-FEW = 4
 
 
 def suits(call: Call) -> bool:

@@ -10,6 +10,7 @@ from lengthwise.attention.call import Call
 from lengthwise.bias import wide
 
 FEW = 4
+"""Up to so many queries are a few, here and in the C++ kernel."""
 
 
 def suits(call: Call) -> bool:
