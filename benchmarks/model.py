@@ -135,7 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=["train", "decode", "memory", "loss"])
     parser.add_argument("--encodings", nargs="+", default=["none", "kerple", "cable"])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int)
     parser.add_argument("--length", type=int)
     chosen = parser.parse_args()
     length = chosen.length or {"train": 1024, "decode": 4096, "memory": 16384, "loss": 32768}[chosen.what]
@@ -145,7 +145,7 @@ def main() -> None:
         rows = {"head_loss": loss_seconds(length)}
     else:
         jobs = {"train": train_jobs, "decode": decode_jobs}[chosen.what](chosen.encodings, length)
-        rows = round_robin(jobs, chosen.rounds)
+        rows = round_robin(jobs, chosen.rounds or {"train": 15, "decode": 150}[chosen.what])
     born = certificate("python benchmarks/model.py " + " ".join(sys.argv[1:]))
     lines = [
         json.dumps({"what": chosen.what, "rival": name, "length": length} | row | {"born": born})

@@ -9,7 +9,7 @@ rescore(content, bias, q, mask)        instead of the scores
 
 import inspect
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
@@ -179,8 +179,9 @@ def checked_count(x: Tokens, positions: Positions, of: str) -> None:
 
 def project(layer: nn.Linear, x: Tokens) -> Float[Tensor, "batch head position"]:
     """layer(x) with heads first, in float32 or better whatever the autocast: positions are made of it."""
-    x = wide(x)
-    weight, bias = (p if p is None or p.dtype == x.dtype else p.to(x.dtype) for p in (layer.weight, layer.bias))
+    x, weight, bias = wide(x), layer.weight, cast(Tensor | None, layer.bias)
+    if weight.dtype != x.dtype:
+        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     with without_autocast(x):
         return F.linear(x, weight, bias).transpose(1, 2).contiguous()
 
