@@ -56,8 +56,8 @@ def measured(rows: list[dict]) -> str:
             "" if not share else f"{share:.0%}",
             "" if not middle or not limit else f"{middle['peak_bytes'] / limit['peak_bytes']:.2f}",
             _ratio(dense),
-            _ratio(ready),
-            _ratio(built),
+            _ratio(ready, "median_ratio"),
+            _ratio(built, "median_ratio"),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     born = rows[0]["born"]
@@ -117,8 +117,8 @@ def _one(rows: list[dict], wanted: dict) -> dict | None:
     return next((row for row in rows if all(row[key] == value for key, value in wanted.items())), None)
 
 
-def _ratio(row: dict | None) -> str:
-    return "" if row is None else f"{row['ratio']:.2f}"
+def _ratio(row: dict | None, which: str = "ratio") -> str:
+    return "" if row is None else f"{row[which]:.2f}"
 
 
 if __name__ == "__main__":
