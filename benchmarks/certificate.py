@@ -26,7 +26,7 @@ def certificate(command: str) -> dict[str, object]:
 
 
 def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=Path(__file__).parent)
+    done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=Path(__file__).parents[1])
     return done.stdout.strip()
 
 
