@@ -89,3 +89,11 @@ def test_positions_of_inference_mode_are_taken():
     with torch.inference_mode():
         key = torch.arange(4)
         assert decoded(make("kerple"), 4).shape == make("kerple").bias(torch.zeros(1, 1, 12), key[-1:], key).shape
+
+
+@pytest.mark.parametrize("beyond", [False, True])
+def test_fire_far_along_with_few_keys_is_a_part_of_the_whole(beyond):
+    encoding, late = make("fire", threshold=8.0 if beyond else 2000.0), torch.arange(996, 1004)
+    everything, x = torch.arange(1004), torch.zeros(1, 8, 12)
+    whole = encoding.bias(torch.zeros(1, 1004, 12), everything, everything).dense()
+    assert_same(encoding.bias(x, late[-4:], late).dense(), whole[:, :, -4:, -8:])

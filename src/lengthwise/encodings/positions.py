@@ -53,7 +53,9 @@ def checked_positions(
             raise PositionError(
                 f"a query's position must be 0 or more; {ends[0]} came. Give padding position 0 and mask it."
             )
-        if not (query.is_inference() or key.is_inference()):  # those have no version
+        if query.is_inference() or key.is_inference():  # those have no version
+            _last = None
+        else:
             _last = _Pair((query, key), (query._version, key._version), checked, ends)
     return checked
 
@@ -95,13 +97,13 @@ def highest(positions: Positions) -> int:
 
 def _furthest(query: Positions, key: Positions) -> int:
     """The greatest distance either way."""
-    (first, last), (lowest, highest) = _ends(query), _ends(key)
-    return max(last - lowest, highest - first)
+    (first, last), (front, back) = _ends(query), _ends(key)
+    return max(last - front, back - first)
 
 
 def _ends(positions: Positions) -> tuple[int, int]:
-    lowest, highest = positions.aminmax()
-    return int(lowest), int(highest)
+    low, high = positions.aminmax()
+    return int(low), int(high)
 
 
 def run_ends(positions: Positions) -> Positions:

@@ -5,7 +5,7 @@ What rescores may hold parameters of its own, so autograd must see it: every blo
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -20,10 +20,8 @@ SCORES = 2**22
 
 def attend(call: Call) -> Float[Tensor, "batch head query value"]:
     """The output, one block of rows after the other."""
-    k, v, finite = call.k, call.v, call.is_seen_finite
-    if not finite:
-        tainted = ~(k.isfinite().all(-1) & v.isfinite().all(-1))
-        k, v = (torch.where(x.isfinite(), x, 0) for x in (k, v))
+    tainted = _tainted(call)
+    k, v = (x if tainted is None else torch.where(x.isfinite(), x, 0) for x in (call.k, call.v))
     count = max(1, SCORES // max(1, call.batch * call.heads * call.keys))
     blocks = [slice(row, min(row + count, call.queries)) for row in range(0, call.queries, count)]
     run = [
@@ -31,10 +29,18 @@ def attend(call: Call) -> Float[Tensor, "batch head query value"]:
         for rows in blocks
     ]
     out = torch.cat(run, 2) if run else call.q.new_zeros(*call.q.shape[:3], call.v.shape[3])
-    if not finite:
+    if tainted is not None:
         seen = rows_that_see(Visible(call), tainted).repeat_interleave(call.group, 1)
         out = out + torch.zeros_like(seen, dtype=out.dtype).masked_fill(seen, torch.nan)[..., None]
     return out
+
+
+def _tainted(call: Call) -> Bool[Tensor, "batch kv_head key"] | None:
+    """Which keys or their values are not finite; None if all are."""
+    if call.is_seen_finite:
+        return None
+    tainted = ~(call.k.isfinite().all(-1) & call.v.isfinite().all(-1))
+    return tainted if tainted.any() else None
 
 
 def _block(call: Call, rows: slice, k: Tensor, v: Tensor) -> Tensor:
