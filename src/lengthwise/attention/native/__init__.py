@@ -63,8 +63,12 @@ def attend(call: Call) -> Float[Tensor, "batch head query value"]:
         return few_rows.attend(call)
     call = call.in_lines()
     clean, taint = call.contained() if call.forbids and not call.is_seen_finite else (call, None)
-    sources = () if call.bias is None else call.bias.sources
-    out = _Attention.apply(clean, row_block.skips(), clean.q, clean.k, clean.v, *sources)
+    if call.needs_grad:
+        sources = () if call.bias is None else call.bias.sources
+        out = _Attention.apply(clean, row_block.skips(), clean.q, clean.k, clean.v, *sources)
+    else:
+        found = _forward(clean, skip=row_block.skips())[1]["out"]
+        out = found[..., : call.v.shape[3]].to(call.dtype).contiguous()
     return out if taint is None else out + taint
 
 
