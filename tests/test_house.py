@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import lengthwise as lw
-from lengthwise.encodings.catalogue import table
+from lengthwise.encodings.table import table
 from lengthwise.testing import check_laws
 
 ROOT = Path(__file__).parents[1]

@@ -151,7 +151,7 @@ def test_a_function_without_a_name_is_refused_where_a_graph_has_to_name_it(monke
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert not row_block.objections(call)
     (objection,) = row_block.objections(without_name(call))
-    assert "decorate unnamed with registered_tile" in objection
+    assert "decorate unnamed with registered" in objection
 
 
 @pytest.mark.parametrize("kind", [*KINDS, UNNAMED])

@@ -11,7 +11,7 @@ from torch import Tensor
 from lengthwise.attention import reference, row_block
 from lengthwise.attention.call import Call, checked_call
 from lengthwise.attention.row_block import few_rows, tiles
-from lengthwise.bias import Bias, DenseBias, DistanceBias, FunctionBias, LevelBias, registered_tile
+from lengthwise.bias import Bias, DenseBias, DistanceBias, FunctionBias, LevelBias, registered
 
 HEADS, DIM, VALUE = 3, 7, 5
 Tensors = dict[str, Tensor]
@@ -25,7 +25,7 @@ def cut_small(monkeypatch: pytest.MonkeyPatch, rows: int = 32, columns: int = 48
     monkeypatch.setattr(few_rows, "FEW", 0)
 
 
-@registered_tile
+@registered
 def kernel_tile(rows: Any, columns: Any, query: Tensor, key: Tensor, inner: Tensor, outer: Tensor) -> Tensor:
     way = (query[..., rows, None] - key[..., None, columns]).abs().to(inner.dtype)
     x = torch.log1p(way) / torch.log1p(query[..., rows, None].clamp(min=31).to(inner.dtype))

@@ -70,7 +70,7 @@ def show_parser() -> ArgumentParser:
 
 def encodings() -> str:
     """The table of encodings."""
-    from lengthwise.encodings.catalogue import table
+    from lengthwise.encodings.table import table
 
     return table()
 

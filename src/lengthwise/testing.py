@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from lengthwise.attention import attend, row_block
-from lengthwise.bias import wide
+from lengthwise.bias import at_least_float32
 from lengthwise.encodings import Encoding, Geometry, PositionError
 from lengthwise.encodings.registry import build
 
@@ -327,7 +327,7 @@ def describes_itself(subject: Subject) -> None:
         return
     assert encoding.kind is not None, "It has a bias and says none."
     dense = bias.dense()
-    assert dense.dtype == wide(dense).dtype, f"The bias is {dense.dtype}."
+    assert dense.dtype == at_least_float32(dense).dtype, f"The bias is {dense.dtype}."
     assert tuple(dense.shape) == bias.shape, "The bias is of another shape than it says."
     assert torch.equal(bias.tile(slice(3, 9), slice(2, 30)), dense[:, :, 3:9, 2:30]), "A tile is not a part of it."
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from lengthwise.attention.call import Call
-from lengthwise.bias import Bias, DenseBias, DistanceBias, LevelBias, LineBias, StepBias, wide
+from lengthwise.bias import Bias, DenseBias, DistanceBias, LevelBias, LineBias, StepBias, at_least_float32
 
 Score = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """score(content, batch, head, query, key), all of them single numbers to the compiler."""
@@ -50,7 +50,7 @@ def attend(call: Call) -> Float[Tensor, "batch head query value"]:
 
 def distance_score(bias: DistanceBias) -> Score:
     """content + table[h, query - key - first]."""
-    table, query, key = wide(bias.table), bias.query, bias.key
+    table, query, key = at_least_float32(bias.table), bias.query, bias.key
     last = table.shape[1] - 1
 
     def score(content: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def level_score(bias: LevelBias) -> Score:
     """content - slope |query_level - key_level|; a float64 level is two float32, so that kernels stay in float32."""
     shape = bias.shape
     (query, query_rest), (key, key_rest) = (_two_floats(level) for level in (bias.query_level, bias.key_level))
-    slope = wide(bias.slope).expand(-1, -1, shape[2])
+    slope = at_least_float32(bias.slope).expand(-1, -1, shape[2])
 
     def at(x: Tensor, b: Tensor, h: Tensor, position: Tensor) -> Tensor:
         return x[b % x.shape[0], h % x.shape[1], position]
@@ -78,7 +78,7 @@ def level_score(bias: LevelBias) -> Score:
 
 def line_score(bias: LineBias) -> Score:
     """content + slope[h, n] x + intercept[h, n], with n counted knot by knot."""
-    table, query, key = wide(bias.curve.table), bias.curve.query, bias.curve.key
+    table, query, key = at_least_float32(bias.curve.table), bias.curve.query, bias.curve.key
     factor, knots, slope, intercept = bias.factor, bias.knots, bias.slope, bias.intercept
     last = table.shape[1] - 1
 
@@ -95,7 +95,7 @@ def line_score(bias: LineBias) -> Score:
 
 def dense_score(bias: DenseBias) -> Score:
     """content + value[b, h, i, j]."""
-    value = wide(bias.value)
+    value = at_least_float32(bias.value)
 
     def score(content: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return content + value[b % value.shape[0], h % value.shape[1], i, j]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from lengthwise.bias import LevelBias
 from lengthwise.encodings.base import Tokens, project
-from lengthwise.encodings.levels import Levels, StepEncoding
+from lengthwise.encodings._cumulative import Levels, StepEncoding
 
 
 class Fox(StepEncoding):

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from lengthwise.attention.memory import total_bytes
-from lengthwise.checks import check_whole
+from lengthwise.errors import check_int
 from lengthwise.evaluate.rope import length_dependent
 from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.model.losses import head_loss
@@ -32,7 +32,7 @@ def token_losses(
     length = inputs.shape[1]
     if chunk is None or chunk >= length:
         return _last_losses(model, inputs, targets, None)
-    check_whole("chunk", chunk, "It counts tokens.")
+    check_int("chunk", chunk, "It counts tokens.")
     if length_dependent(model):
         raise ValueError(
             "chunks must give what one pass gives; the rotary angles of this model depend on the length, so keys that "

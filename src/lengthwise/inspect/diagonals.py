@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lengthwise.bias import Bias, DistanceBias, LevelBias, wide
+from lengthwise.bias import Bias, DistanceBias, LevelBias, at_least_float32
 from lengthwise.views.maps import Profile
 
 
@@ -141,6 +141,6 @@ def _steady(bias: Bias) -> bool:
         return all(bool((x.diff() == 1).all()) for x in (bias.query, bias.key))
     if isinstance(bias, LevelBias):
         steps = torch.cat([bias.query_level.diff(), bias.key_level.diff()], -1)
-        slopes = wide(bias.slope)
+        slopes = at_least_float32(bias.slope)
         return bool((steps == steps[..., :1]).all() and (slopes == slopes[..., :1]).all())
     return False

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lengthwise.attention.call import Rescore
 from lengthwise.attention.reference import softmax
-from lengthwise.bias import Bias, wide
+from lengthwise.bias import Bias, at_least_float32
 from lengthwise.views.tiles import fill
 
 Mask = Callable[[slice, slice], Bool[Tensor, "#batch 1 row column"]]
@@ -89,7 +89,7 @@ class Record:
     def block(self, rows: slice, columns: slice) -> Block:
         """Some whole rows; the columns must be all that they may see."""
         may = self.mask(rows, columns)
-        q, k = wide(self.q[:, :, rows]), wide(self.k[:, :, columns])
+        q, k = at_least_float32(self.q[:, :, rows]), at_least_float32(self.k[:, :, columns])
         # Heads that share keys are rows of one product.
         grouped = (self.scale * q).unflatten(1, (k.shape[1], -1))
         products = grouped.flatten(2, 3) @ k.transpose(-1, -2)
@@ -110,7 +110,7 @@ class Record:
         scores = fill(block.scores.clone(), block.may, -torch.inf)
         if self.sinks is None:
             return softmax(scores)
-        sink = wide(self.sinks)[None, :, None, None].expand(*scores.shape[:3], 1)
+        sink = at_least_float32(self.sinks)[None, :, None, None].expand(*scores.shape[:3], 1)
         return torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
 
     def prove(self, name: str) -> None:
@@ -119,9 +119,9 @@ class Record:
         for rows in {(0, min(CHECKED, queries)), (max(0, queries - CHECKED), queries)}:
             block = self.block(slice(*rows), slice(0, keys))
             seen = block.may.any(-1)[..., None]
-            v = wide(self.v).repeat_interleave(self.q.shape[1] // self.v.shape[1], 1)
+            v = at_least_float32(self.v).repeat_interleave(self.q.shape[1] // self.v.shape[1], 1)
             expected = self.weights(block) @ v
-            difference = (expected - wide(self.out[:, :, slice(*rows)])).masked_fill(~seen, 0).abs().max()
+            difference = (expected - at_least_float32(self.out[:, :, slice(*rows)])).masked_fill(~seen, 0).abs().max()
             # A score's rounding is relative to the score, and a weight's to that; inside, float32 is usual everywhere.
             loudest = block.scores.abs().max()
             eps = max(torch.finfo(dtype).eps for dtype in (self.out.dtype, torch.float32))

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from lengthwise.attention import attend, checked_call, explain
 from lengthwise.attention.call import Rescore
-from lengthwise.bias import Bias, wide
+from lengthwise.bias import Bias, at_least_float32
 from lengthwise.model.frame import Frame
 
 NAME = "lengthwise"
@@ -87,7 +87,7 @@ def stock_inputs(
     )
     if bias is None and implementation == "sdpa" and call.is_plain and call.queries in (1, call.keys):
         return (query, key, value), None, None
-    query, key, value = (wide(x).contiguous() for x in (query, key, value))
+    query, key, value = (at_least_float32(x).contiguous() for x in (query, key, value))
     shape = (call.batch, call.heads, call.queries, call.keys)
     dense = None if bias is None else bias.dense().to(query.dtype).expand(shape).contiguous()
     may = call.mask().expand(call.batch, -1, -1, -1).contiguous()

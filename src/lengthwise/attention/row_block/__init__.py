@@ -29,7 +29,7 @@ def objections(call: Call) -> list[str]:
     if torch.compiler.is_compiling():
         if isinstance(call.bias, FunctionBias) and not operators.registered_name(call.bias.function):
             name = call.bias.function.__name__
-            reasons.append(f"a compiled graph can only name a registered tile: decorate {name} with registered_tile")
+            reasons.append(f"a compiled graph can only name a registered tile: decorate {name} with registered")
         if call.rescore is not None:
             reasons.append("a compiled graph cannot name the function that rescores")
     return reasons

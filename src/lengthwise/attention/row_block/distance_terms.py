@@ -13,7 +13,7 @@ from torch import Tensor
 from lengthwise.attention.call import Call
 from lengthwise.attention.row_block.terms import LOG2E, Term, Where
 from lengthwise.attention.row_block.visible import Visible
-from lengthwise.bias import DistanceBias, wide
+from lengthwise.bias import DistanceBias, at_least_float32
 
 
 class StripTerm(Term):
@@ -26,7 +26,7 @@ class StripTerm(Term):
         call = visible.call
         self.bias, self.visible, self.offsets = bias, visible, offsets
         self.last = visible.start + call.queries - 1
-        table = wide(bias.table).to(dtype) * LOG2E
+        table = at_least_float32(bias.table).to(dtype) * LOG2E
         distance = self.last - torch.arange(call.queries + call.keys - 1, device=table.device)
         forbidden = torch.zeros_like(distance, dtype=torch.bool)
         if call.causal:
@@ -119,7 +119,7 @@ class GatherTerm(Term):
 
     def __init__(self, bias: DistanceBias, dtype: torch.dtype) -> None:
         self.bias = bias
-        self.table = wide(bias.table).to(dtype) * LOG2E
+        self.table = at_least_float32(bias.table).to(dtype) * LOG2E
         self.learned = bias.table.requires_grad
         self.d_table = torch.zeros_like(self.table)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from lengthwise.attention.call import Call
 from lengthwise.attention.row_block.terms import LOG2E, Term
 from lengthwise.attention.row_block.visible import Visible
-from lengthwise.bias import wide
+from lengthwise.bias import at_least_float32
 
 SMALL = 0.25
 """In units of the precision's eps: half a unit in the last place of a number just below 1, 2^-25 in float32."""
@@ -50,7 +50,7 @@ def first_keys(
     outside = visible.start < 0 or visible.start + call.queries > call.keys
     if not call.causal or call.queries == 0 or outside:
         return None
-    eps = torch.finfo(wide(call.q).dtype).eps
+    eps = torch.finfo(at_least_float32(call.q).dtype).eps
     small = SMALL * eps
     if term.fall * LOG2E < -math.log2(eps / 2):
         # So little hardly ever makes a weight small enough: the bounds would cost more than they save.
@@ -86,7 +86,7 @@ class _Sides:
         call = visible.call
         self.visible, self.term, self.width, self.count = visible, term, width, count
         rows = slice(visible.start, visible.start + call.queries)
-        q, k, v = (wide(x) for x in (call.q, call.k, call.v))
+        q, k, v = (at_least_float32(x) for x in (call.q, call.k, call.v))
         own_k = k[:, :, rows]
         if call.group > 1:
             own_k = own_k.repeat_interleave(call.group, 1)
@@ -122,8 +122,8 @@ class _Backward:
 
     def __init__(self, sides: _Sides, d_out: Tensor, out: Tensor, lse: Tensor) -> None:
         self.sides, self.lse = sides, lse
-        up = wide(d_out)
-        self.up, self.drop = up.norm(dim=-1), (up * wide(out)).sum(-1).abs()
+        up = at_least_float32(d_out)
+        self.up, self.drop = up.norm(dim=-1), (up * at_least_float32(out)).sum(-1).abs()
         weight = torch.exp2(sides.own - lse)
         self.row = weight * (self.up * sides.own_v + self.drop)
         # To d_v, d_k and the level: what the row of every key of a block contributes, 0 where there is no such row.

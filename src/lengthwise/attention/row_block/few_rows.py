@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lengthwise.attention import reference
 from lengthwise.attention.call import Call
-from lengthwise.bias import wide
+from lengthwise.bias import at_least_float32
 
 FEW = 4
 """Up to so many queries are a few, here and in the C++ kernel."""
@@ -20,7 +20,7 @@ def suits(call: Call) -> bool:
 
 def attend(call: Call) -> Float[Tensor, "batch head query value"]:
     """The output; what is not finite is left to the reference, which keeps it to the rows that may see it."""
-    q, k, v = (wide(x) for x in (call.q, call.k, call.v))
+    q, k, v = (at_least_float32(x) for x in (call.q, call.k, call.v))
     row = None if call.bias is None else call.bias.dense().to(q.dtype)
     if call.forbids:
         may = call.mask()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lengthwise.attention.call import Call
 from lengthwise.attention.row_block.terms import LOG2E, Term, Where
-from lengthwise.bias import LevelBias, wide
+from lengthwise.bias import LevelBias, at_least_float32
 
 
 class LevelTerm(Term):
@@ -22,7 +22,7 @@ class LevelTerm(Term):
     def __init__(self, bias: LevelBias, call: Call, dtype: torch.dtype) -> None:
         self.bias, self.dtype = bias, dtype
         self.query, self.key = bias.query_level.detach(), bias.key_level.detach()
-        self.slope = wide(bias.slope.detach()).to(dtype).expand(-1, -1, call.queries)
+        self.slope = at_least_float32(bias.slope.detach()).to(dtype).expand(-1, -1, call.queries)
         self.highest = self.key.cummax(-1).values
         self.channel_grad = bias.needs_grad
         shape = (call.batch, call.heads)

@@ -15,7 +15,7 @@ from lengthwise.attention.row_block.terms import Term
 from lengthwise.attention.row_block.tile_terms import DenseTerm, FunctionTerm
 from lengthwise.attention.row_block.tiles import Tiles, sizes
 from lengthwise.attention.row_block.visible import Visible, rows_that_see
-from lengthwise.bias import DenseBias, DistanceBias, FunctionBias, LevelBias, wide
+from lengthwise.bias import DenseBias, DistanceBias, FunctionBias, LevelBias, at_least_float32
 
 
 def run_forward(call: Call, *, skip: bool) -> tuple[Tensor, Tensor]:
@@ -61,7 +61,7 @@ def _firsts(visible: Visible, term: Term, *known: Tensor) -> list[list[list[int]
 
 def make_term(visible: Visible) -> Term:
     """How the bias of a call enters its tiles."""
-    call, dtype = visible.call, wide(visible.call.q).dtype
+    call, dtype = visible.call, at_least_float32(visible.call.q).dtype
     match call.bias:
         case DistanceBias():
             return distance_term(call.bias, visible, dtype)

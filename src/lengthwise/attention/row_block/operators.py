@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lengthwise.attention.call import Call
 from lengthwise.attention.row_block.operation import run_backward, run_forward
-from lengthwise.bias import TILES, Bias, DenseBias, DistanceBias, FunctionBias, LevelBias, wide
+from lengthwise.bias import TILES, Bias, DenseBias, DistanceBias, FunctionBias, LevelBias, at_least_float32
 
 
 class Plain(NamedTuple):
@@ -131,7 +131,7 @@ def _forward(
 
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    dtype = wide(q).dtype
+    dtype = at_least_float32(q).dtype
     return q.new_empty(*q.shape[:3], v.shape[3], dtype=dtype), q.new_empty(q.shape[:3], dtype=dtype)
 
 

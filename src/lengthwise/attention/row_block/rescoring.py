@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from lengthwise.attention.call import Call
 from lengthwise.attention.reference import of_heads, scored, softmax
 from lengthwise.attention.row_block.visible import Visible, rows_that_see
-from lengthwise.bias import EVERYTHING, Bias, DistanceBias, wide
+from lengthwise.bias import EVERYTHING, Bias, DistanceBias, at_least_float32
 
 SCORES = 2**22
 """How many scores a block may have."""
@@ -55,4 +55,4 @@ def _rows_of(bias: Bias, rows: slice) -> Tensor:
     if not isinstance(bias, DistanceBias):
         return bias.tile(rows, EVERYTHING)
     index = (bias.query[:, rows, None] - bias.key[:, None] - bias.first).clamp(0, bias.table.shape[1] - 1)
-    return F.embedding(index, wide(bias.table).T).permute(0, 3, 1, 2)
+    return F.embedding(index, at_least_float32(bias.table).T).permute(0, 3, 1, 2)

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lengthwise.attention.call import Call
-from lengthwise.bias import wide
+from lengthwise.bias import at_least_float32
 
 LOG2E = 1.4426950408889634
 
@@ -102,7 +102,7 @@ class Term:
 
     def steepness(self, call: Call) -> Float[Tensor, "#batch #head #query"]:
         """How the gradient of a score enters that of the key's own part of the bias."""
-        return torch.ones(1, 1, 1, dtype=wide(call.q).dtype, device=call.q.device)
+        return torch.ones(1, 1, 1, dtype=at_least_float32(call.q).dtype, device=call.q.device)
 
     def gradients(self) -> list[Tensor | None]:
         """The gradients of the tensors that the bias was made of."""

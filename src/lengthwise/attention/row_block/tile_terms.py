@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lengthwise.attention.call import Call
 from lengthwise.attention.row_block.terms import LOG2E, Term, Where
-from lengthwise.bias import DenseBias, FunctionBias, wide
+from lengthwise.bias import DenseBias, FunctionBias, at_least_float32
 
 
 class FunctionTerm(Term):
@@ -72,11 +72,11 @@ class DenseTerm(Term):
 
     def __init__(self, bias: DenseBias, dtype: torch.dtype) -> None:
         self.bias, self.dtype = bias, dtype
-        self.d_value = torch.zeros_like(wide(bias.value)) if bias.needs_grad else None
+        self.d_value = torch.zeros_like(at_least_float32(bias.value)) if bias.needs_grad else None
 
     def tile(self, where: Where) -> Tensor:
         """A part of the matrix."""
-        return wide(self._part(self.bias.value.detach(), where)).to(self.dtype) * LOG2E
+        return at_least_float32(self._part(self.bias.value.detach(), where)).to(self.dtype) * LOG2E
 
     def collect(self, where: Where, d_scores: Tensor) -> None:
         """Into the same part of one matrix."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from lengthwise.attention.call import Call
 from lengthwise.attention.row_block.terms import LOG2E, Term, Where
 from lengthwise.attention.row_block.visible import Visible
-from lengthwise.bias import wide
+from lengthwise.bias import at_least_float32
 
 ROWS, COLUMNS, HEADS = 128, 512, 6
 """The largest tile: HEADS times ROWS x COLUMNS scores, small enough for the cache, large enough for the product."""
@@ -55,7 +55,7 @@ class Tiles:
     def __init__(self, visible: Visible, term: Term, firsts: Firsts) -> None:
         self.call, self.visible, self.term, self.firsts = visible.call, visible, term, firsts
         call = self.call
-        self.dtype, self.device = wide(call.q).dtype, call.q.device
+        self.dtype, self.device = at_least_float32(call.q).dtype, call.q.device
         self.rows, self.columns, self.heads = sizes(call, whole=term.whole)
         tile = self.heads * min(self.rows, call.queries) * min(self.columns, call.keys)
         self.first, self.second = (torch.empty(tile, dtype=self.dtype, device=self.device) for _ in range(2))
@@ -85,7 +85,7 @@ class Tiles:
         shared: slice | Tensor = heads
         if call.group > 1:
             shared = torch.arange(heads.start, heads.stop, device=self.device) // call.group
-        q, (k, v) = wide(call.q[batch, heads]), (wide(x[batch, shared]) for x in (call.k, call.v))
+        q, (k, v) = at_least_float32(call.q[batch, heads]), (at_least_float32(x[batch, shared]) for x in (call.k, call.v))
         zero, one = q.new_zeros(*q.shape[:2], 1), k.new_ones(*k.shape[:2], 1)
         slope = self.term.slopes(batch, heads)
         q = torch.cat([q * (call.scale * LOG2E), zero, zero if slope is None else slope[..., None]], -1)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lengthwise.bias import TILES, Bias, DistanceBias, FunctionBias, LevelBias, LineBias, wide
+from lengthwise.bias import TILES, Bias, DistanceBias, FunctionBias, LevelBias, LineBias, at_least_float32
 from lengthwise.views.maps import LayerMap, PositionMaps, What
 from lengthwise.views.page.numbers import packed
 from lengthwise.views.tiles import Tiles
@@ -77,7 +77,7 @@ def _bias(bias: Bias) -> dict[str, Any] | None:
     if isinstance(bias, DistanceBias):
         # Distances between the positions' ends are all that is looked up; a longer table would be sent in vain.
         last = int(bias.query.max() - bias.key.min()) - bias.first
-        table = wide(bias.table)[:, : max(1, last + 1)].float()
+        table = at_least_float32(bias.table)[:, : max(1, last + 1)].float()
         return {
             "kind": "distance",
             "first": bias.first,
@@ -118,7 +118,7 @@ def _levels(query: Tensor, key: Tensor, slope: Tensor) -> dict[str, Any]:
     return {
         "query": packed(_array(query[0].double()), bits=LEVEL),
         "key": None if same else packed(_array(key[0].double()), bits=LEVEL),
-        "slope": packed(_array(wide(slope)[0].float())),
+        "slope": packed(_array(at_least_float32(slope)[0].float())),
     }
 
 

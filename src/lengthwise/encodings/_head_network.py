@@ -1,6 +1,6 @@
 """What DAPE and its second version share: a small network that corrects another encoding's scores.
 
-    scores = A + B + f([A; B])         A the content, B the bias, both 0 where the mask forbids
+    scores = A + B + f([A; B])         A the content, B the bias, both 0 where the mask hides a key
 
 f is Conv2d(2 heads, 32) - LeakyReLU - Conv2d(32, heads) along the heads, with a kernel over the keys of a row.
 """
@@ -8,16 +8,15 @@ f is Conv2d(2 heads, 32) - LeakyReLU - Conv2d(32, heads) along the heads, with a
 from collections.abc import Mapping
 from typing import ClassVar
 
-import torch
-import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor, nn
 
 from lengthwise.bias import Bias
-from lengthwise.checks import check_whole
-from lengthwise.encodings.base import Encoding, Geometry, Slot, State, Tokens, reset_linear
-from lengthwise.encodings.positions import Positions
+from lengthwise.encodings.base import Encoding, Geometry, State, Tokens, reset_linear
 from lengthwise.encodings.registry import build
+from lengthwise.errors import check_int
+from lengthwise.rescore import HeadNetwork
+from lengthwise.token_layout import TokenLayout
 
 
 class ScoreNetwork(Encoding):
@@ -35,7 +34,7 @@ class ScoreNetwork(Encoding):
         hidden: int = 32,
     ) -> None:
         super().__init__(geometry)
-        check_whole("hidden", hidden, "The paper has 32.")
+        check_int("hidden", hidden, "The paper has 32.")
         self.over = build(over, geometry, over_options or {})
         if not self.over.overrides("bias") or self.over.overrides("rescore"):
             raise ValueError(
@@ -58,25 +57,13 @@ class ScoreNetwork(Encoding):
         """The state of what it corrects."""
         return self.over.state(x, key_mask)
 
-    def bias(
-        self, x: Tokens, query: Positions, key: Positions, state: State | None = None, start: Slot | None = None
-    ) -> Bias | None:
+    def bias(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> Bias | None:
         """The bias of what it corrects."""
-        return self.over.bias(x, query, key, state, start)
+        return self.over.bias(x, layout, state)
 
-    def rescore(
-        self,
-        content: Float[Tensor, "batch head row key"],
-        bias: Float[Tensor, "batch head row key"],
-        q: Float[Tensor, "batch head row dim"],
-        mask: Bool[Tensor, "#batch 1 row key"],
-    ) -> Float[Tensor, "batch head row key"]:
-        """A + B + f([A; B]); what the mask forbids is 0 before either layer."""
-        both = torch.cat([content, bias], 1)
-        hidden = F.leaky_relu(_convolve(self.into, both)).masked_fill(~mask, 0)
-        return content + bias + _convolve(self.out, hidden)
-
-
-def _convolve(layer: nn.Conv2d, x: Tensor) -> Tensor:
-    weight, bias = layer.weight.to(x.dtype), None if layer.bias is None else layer.bias.to(x.dtype)
-    return F.conv2d(x, weight, bias, padding=layer.padding)
+    def rescore(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> HeadNetwork:
+        """A + B + f([A; B])."""
+        assert self.into.bias is not None and self.out.bias is not None
+        return HeadNetwork(
+            self.into.weight.squeeze(2), self.into.bias, self.out.weight.squeeze(2), self.out.bias
+        )

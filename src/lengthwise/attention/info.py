@@ -9,13 +9,13 @@ from torch import Tensor
 from lengthwise.attention import BACKENDS, choose
 from lengthwise.attention.call import Call, checked_call
 from lengthwise.attention.reference import attend as by_definition
-from lengthwise.bias import Bias, DenseBias, DistanceBias, FunctionBias, Index, LevelBias, registered_tile
+from lengthwise.bias import Bias, DenseBias, DistanceBias, FunctionBias, Index, LevelBias, registered
 
 LENGTH, HEADS, DIM = 24, 2, 8
 
 COMPILED = (
     "Under torch.compile and torch.export row_block is one node of the graph; rescore, and functions without\n"
-    "registered_tile, are the reference there. On devices other than the CPU nothing was tried."
+    "registered, are the reference there. On devices other than the CPU nothing was tried."
 )
 
 
@@ -28,7 +28,7 @@ class Verdict:
     fault: str | None
 
 
-@registered_tile
+@registered
 def parabola(rows: Index, columns: Index, query: Tensor, key: Tensor, steepness: Tensor) -> Tensor:
     """A small function of two positions, for trying."""
     return -steepness[:, None, None] * (query[:, None, rows, None] - key[:, None, None, columns]) ** 2

@@ -20,8 +20,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lengthwise.checks import came, check_number
-from lengthwise.encodings.positions import Positions
+from lengthwise.errors import describe, check_number
+from lengthwise.token_layout import Positions
 
 Frequencies = Float[Tensor, "*position pair"]
 
@@ -57,7 +57,7 @@ class Scaling:
                 continue
             name, lists = SAID.get(f.name, f.name), f.name in ("short_factor", "long_factor")
             if lists and not isinstance(value, tuple):
-                raise ValueError(f"{name} must be a list of numbers; {came(value)} came. Give one per pair.")
+                raise ValueError(f"{name} must be a list of numbers; {describe(value)} came. Give one per pair.")
             for single in value if isinstance(value, tuple) else (value,):
                 check_number(name, single, "See the paper of the rule.", most=1.0 if f.name == "part" else math.inf)
 
@@ -260,7 +260,7 @@ def make_scaling(options: Mapping[str, object] | None, wheel: Wheel) -> Scaling:
     """A rule from a plain dictionary: "type" (or "rope_type") and the rule's own numbers, e.g. "factor"."""
     if not isinstance(options, Mapping | None):
         raise TypeError(
-            f'scaling must be a dictionary such as {{"type": "yarn", "factor": 8.0}}; {came(options)} came. Write one.'
+            f'scaling must be a dictionary such as {{"type": "yarn", "factor": 8.0}}; {describe(options)} came. Write one.'
         )
     given = {name: value for name, value in (options or {"type": "default"}).items() if value is not None}
     kind = given.pop("type", given.pop("rope_type", None))

@@ -10,7 +10,7 @@ from torch import Tensor
 from lengthwise.attention.call import Call
 from lengthwise.attention.row_block.distance_terms import slot_offsets
 from lengthwise.attention.row_block.visible import Visible
-from lengthwise.bias import Bias, DistanceBias, LevelBias, LineBias, StepBias, wide
+from lengthwise.bias import Bias, DistanceBias, LevelBias, LineBias, StepBias, at_least_float32
 
 COLUMNS = 128
 """The kernel reads the bias in blocks of so many keys, so the strip has as much room behind."""
@@ -116,7 +116,7 @@ def make_problem(call: Call, q: Tensor, k: Tensor, v: Tensor, *, learned: bool, 
     problem = Problem(counts, call.scale, {"q": q, "k": k, "v": v, "low": low, "high": high})
     if (table := by_distance(call.bias)) is not None:
         columns = strip_columns(call, table)
-        strip = wide(table.table).float()[:, columns].transpose(0, 1).contiguous()
+        strip = at_least_float32(table.table).float()[:, columns].transpose(0, 1).contiguous()
         problem.arrays["strip"] = strip
         problem.counts |= {"strip_batches": strip.shape[0], "strip_heads": strip.shape[1]}
     if isinstance(call.bias, LineBias):
