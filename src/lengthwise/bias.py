@@ -213,6 +213,16 @@ class Bias(Description, ABC):
         """The positions of queries and keys that it was made for, if it holds them."""
         return None
 
+    @property
+    def is_compact(self) -> bool:
+        """Whether a file can hold it in less room than its matrix."""
+        return True
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether it is seen to depend on distance alone; False where it does not, or that is hard to see."""
+        return False
+
     def first_sequence(self) -> Self:
         """That of the first sequence alone, detached and on the CPU: for maps and files."""
         own = {name: x.detach()[:1] if name in self._by_sequence else x.detach() for name, x in self.tensors().items()}
@@ -257,6 +267,19 @@ class DistanceBias(Bias):
     def positions(self) -> tuple[Tensor, Tensor]:
         """Queries' and keys'."""
         return self.query, self.key
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether queries and keys stand one apart."""
+        return all(bool((x.diff() == 1).all()) for x in (self.query, self.key))
+
+    def first_sequence(self) -> Self:
+        """Without the distances at the table's end that the first sequence does not have."""
+        own = super().first_sequence()
+        if not own.query.numel() or not own.key.numel():
+            return own
+        last = max(1, int(own.query.max() - own.key.min()) - own.first + 1)
+        return own.rebuilt({"table": at_least_float32(own.table[:, :last])})
 
     def tile(self, rows: Index, columns: Index) -> Float[Tensor, "#batch head row column"]:
         """A part of the matrix, in float32 or better."""
@@ -374,6 +397,19 @@ class LevelBias(Bias):
         slope = at_least_float32(self.slope).expand(-1, -1, self.shape[2])[..., rows, None]
         difference = self.difference(rows, columns).to(slope.dtype)
         return -slope * (difference.abs() if self.curve == "linear" else torch.log1p(difference.square()))
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether levels stand in even steps and slopes do not change."""
+        levels = self.summed()
+        if levels.query_level is None or levels.key_level is None or levels.query_rest is not None:
+            return False
+        steps = torch.cat([levels.query_level.diff(), levels.key_level.diff()], -1)
+        return bool((steps == steps[..., :1]).all() and (self.slope == self.slope[..., :1]).all())
+
+    def first_sequence(self) -> "LevelBias":
+        """With levels where it has steps."""
+        return super(LevelBias, self.summed()).first_sequence()
 
     @property
     def falls(self) -> bool:
@@ -501,6 +537,11 @@ class FunctionBias(Bias):
         """A part of the matrix."""
         return self.function(rows, columns, *self.arguments)
 
+    @property
+    def is_compact(self) -> bool:
+        """Whether the function has a name that a file can hold."""
+        return bool(registered_name(self.function))
+
     def first_sequence(self) -> Self:
         """Arguments with as many rows as there are sequences have that of the first; a function may have others."""
         batch = self.shape[0]
@@ -520,6 +561,11 @@ class DenseBias(Bias):
     value: Float[Tensor, "#batch #head query key"]
 
     _by_sequence: ClassVar = ("value",)
+
+    @property
+    def is_compact(self) -> bool:
+        """It is its matrix."""
+        return False
 
     def __post_init__(self) -> None:
         check_tensor("value", self.value, ("batch or 1", "head or 1", "query", "key"), "floating-point")
@@ -560,6 +606,16 @@ class SumBias(Bias):
     def positions(self) -> tuple[Tensor, Tensor] | None:
         """Those of the first term that has some."""
         return next((own for term in self.terms if (own := term.positions()) is not None), None)
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether all terms are."""
+        return all(term.is_compact for term in self.terms)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all terms are."""
+        return all(term.is_uniform for term in self.terms)
 
     def tile(self, rows: Index, columns: Index) -> Float[Tensor, "#batch #head row column"]:
         """The sum of the terms' tiles."""

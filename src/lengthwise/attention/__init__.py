@@ -1,6 +1,7 @@
 """Attention with a described bias: one door, several backends; plan.py says what a backend is."""
 
 from types import ModuleType
+from typing import Any, Literal, overload
 
 import torch
 from jaxtyping import Bool, Float
@@ -38,6 +39,14 @@ BACKENDS: dict[str, ModuleType] = {
     "reference": reference,
 }
 """Backends by name."""
+
+
+@overload
+def attend(q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Any) -> Tensor: ...
+
+
+@overload
+def attend(q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Any) -> tuple[Tensor, Tensor]: ...
 
 
 def attend(
