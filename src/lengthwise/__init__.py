@@ -50,7 +50,7 @@ _HOMES = {
 }
 """Where each public name lives; torch is loaded with the first one, so that `lengthwise --help` need not."""
 
-__all__ = list(_HOMES)  # noqa: PLE0605
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> object:

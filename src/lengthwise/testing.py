@@ -157,7 +157,6 @@ class Layer(nn.Module):
         )
         return out.transpose(1, 2).flatten(2)
 
-
     def parts(
         self, x: Float[Tensor, "batch query width"], layout: TokenLayout, backend: str, **options: Any
     ) -> tuple[Tensor, Tensor]:
@@ -364,7 +363,9 @@ def is_rebuilt_from_its_parts(subject: Subject) -> None:
         again = rebuild(type(bias).__name__, bias.tensors(), bias.static())
         assert torch.equal(again.dense(), bias.dense()), "It is not."
         leaves, structure = torch.utils._pytree.tree_flatten(bias)
-        assert torch.equal(torch.utils._pytree.tree_unflatten(leaves, structure).dense(), bias.dense()), "Its tree is not."
+        assert torch.equal(torch.utils._pytree.tree_unflatten(leaves, structure).dense(), bias.dense()), (
+            "Its tree is not."
+        )
     if rescore is not None:
         again = rebuild(type(rescore).__name__, rescore.tensors(), rescore.static())
         same = zip(again.tensors().values(), rescore.tensors().values(), strict=True)
@@ -396,7 +397,10 @@ def spreads_over_the_batch(subject: Subject) -> None:
 
 def _one_head(bias: Bias) -> Bias:
     """A bias of the first head alone, of the same kind where it can be."""
-    own = {name: x[:1] if name in ("table", "slope", "intercept") and x.ndim == 2 else x for name, x in bias.tensors().items()}
+    own = {
+        name: x[:1] if name in ("table", "slope", "intercept") and x.ndim == 2 else x
+        for name, x in bias.tensors().items()
+    }
     own |= {name: x[:, :1] for name, x in bias.tensors().items() if x.ndim == 3}
     made = bias.rebuilt(own)
     return made if made.shape[1] == 1 else DenseBias(bias.dense()[:, :1])

@@ -123,8 +123,8 @@ class TokenLayout:
         check_broadcast("query and key positions", (query.shape[0], key.shape[0]), "batch")
         queries, keys = query.shape[1], key.shape[1]
         check_flag("causal", causal)
-        _check_per_key("key_mask", key_mask, "bool", keys)
-        _check_per_key("documents", documents, "integer", keys)
+        check_per_key("key_mask", key_mask, "bool", keys)
+        check_per_key("documents", documents, "integer", keys)
         if mask is not None:
             check_tensor("mask", mask, ("batch or 1", "head or 1", queries, keys), "bool")
         if start is None:
@@ -294,20 +294,16 @@ def layout(
             raise ValueError("documents and cu_seqlens say the same thing, got both")
         documents = documents_of(cu_seqlens, keys, device)
     if documents is not None or key_mask is not None:
-        _check_per_key("key_mask", key_mask, "bool", keys)
-        _check_per_key("documents", documents, "integer", keys)
+        check_per_key("key_mask", key_mask, "bool", keys)
+        check_per_key("documents", documents, "integer", keys)
         key = number_in_document(key_mask, documents).clamp(min=0)
-        return TokenLayout.of(
-            key[:, past:], key, key_mask=key_mask, documents=documents, start=past, causal=causal
-        )
+        return TokenLayout.of(key[:, past:], key, key_mask=key_mask, documents=documents, start=past, causal=causal)
     check_flag("causal", causal)
     key = torch.arange(keys, device=device)[None]
     facts = None
     if not torch.compiler.is_compiling():
         facts = Facts(lowest=past, highest=keys - 1, furthest=max(keys - 1, 0), offsets=(0,))
-    return TokenLayout(
-        query=key if past == 0 else key[:, past:], key=key, query_start=past, causal=causal, facts=facts
-    )
+    return TokenLayout(query=key if past == 0 else key[:, past:], key=key, query_start=past, causal=causal, facts=facts)
 
 
 def documents_of(
@@ -434,7 +430,8 @@ def _rows(name: str, positions: Tensor) -> Positions:
     return positions
 
 
-def _check_per_key(name: str, mask: Tensor | None, kind: str, keys: int) -> None:
+def check_per_key(name: str, mask: Tensor | None, kind: str, keys: int) -> None:
+    """An error unless there is one entry per key, of the kind."""
     if mask is None:
         return
     if not isinstance(mask, Tensor) or kind_of(mask) != kind:

@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 
 from lengthwise.bias import LevelBias, has_float64
-from lengthwise.errors import check_choice
 from lengthwise.encodings.base import Encoding, Geometry, State, Tokens
+from lengthwise.errors import check_choice
 from lengthwise.token_layout import TokenLayout
 
 

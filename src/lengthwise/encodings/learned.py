@@ -8,8 +8,8 @@ The table has an end, and so has every model that uses it.
 import torch
 from torch import nn
 
-from lengthwise.errors import check_int
 from lengthwise.encodings.base import Encoding, Geometry, Tokens, checked_count, checked_tokens
+from lengthwise.errors import check_int
 from lengthwise.token_layout import PositionError, TokenLayout
 
 
