@@ -79,7 +79,7 @@ MASKS = {
         "documents must be an integer tensor",
         "torch.float32",
     ),
-    "documents of booleans": ({"documents": BOOL}, TypeError, "documents must be an integer tensor", "torch.bool"),
+    "documents of booleans": ({"documents": BOOL}, TypeError, "must be an integer tensor", "torch.bool"),
     "documents of complex": (
         {"documents": INTS.cfloat()},
         TypeError,

@@ -67,7 +67,7 @@ def test_a_parameter_that_changes_unseen_makes_a_new_table(encoding):
         assert parameter._version == versions
     after = decoded(encoding).dense()
     fresh = encoding.bias(
-        torch.zeros(1, 1, 12), lw.TokenLayout.of(torch.tensor([KEYS - 1]), torch.arange(KEYS))
+        torch.zeros(1, 1, 12), lw.layout(1, past=KEYS - 1)
     ).dense()
     assert_same(after, fresh)
     assert not torch.equal(after, before)
@@ -75,7 +75,7 @@ def test_a_parameter_that_changes_unseen_makes_a_new_table(encoding):
 
 def test_where_a_gradient_may_be_wanted_nothing_is_cached(encoding):
     decoded(encoding)
-    bias = encoding.bias(torch.zeros(1, 1, 12), lw.TokenLayout.of(torch.tensor([KEYS - 1]), torch.arange(KEYS)))
+    bias = encoding.bias(torch.zeros(1, 1, 12), lw.layout(1, past=KEYS - 1))
     assert bias.needs_grad
     assert table(bias).requires_grad
 

@@ -376,7 +376,8 @@ class LevelBias(Bias):
         if self.step is not None:
             parts, queries, keys = [self.step, self.slope], self.queries, self.step.shape[2]
         else:
-            assert self.query_level is not None and self.key_level is not None
+            assert self.query_level is not None
+            assert self.key_level is not None
             parts = [self.query_level, self.key_level, self.slope]
             queries, keys = self.query_level.shape[2], self.key_level.shape[2]
         batch, heads = (max(part.shape[axis] for part in parts) for axis in (0, 1))
@@ -386,7 +387,8 @@ class LevelBias(Bias):
         """query_level - key_level of some pairs, in the levels' own precision."""
         if self.step is not None:
             return self.summed().difference(rows, columns)
-        assert self.query_level is not None and self.key_level is not None
+        assert self.query_level is not None
+        assert self.key_level is not None
         whole = self.query_level[..., rows, None] - self.key_level[..., None, columns]
         if self.query_rest is None or self.key_rest is None:
             return whole

@@ -13,6 +13,7 @@ given to every hook of an encoding and to `attend`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from jaxtyping import Bool, Int
@@ -317,7 +318,7 @@ def documents_of(
         raise ValueError(f"cu_seqlens must have two borders or more, got {borders.shape[0]}")
     if readable:
         ends = [int(border) for border in borders]
-        if ends[0] != 0 or ends[-1] != length or any(a > b for a, b in zip(ends, ends[1:], strict=False)):
+        if ends[0] != 0 or ends[-1] != length or any(a > b for a, b in pairwise(ends)):
             raise ValueError(f"cu_seqlens must rise from 0 to the length {length}, got {ends}")
     return torch.bucketize(torch.arange(length, device=borders.device), borders[1:], right=True)[None]
 

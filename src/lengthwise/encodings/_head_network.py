@@ -63,5 +63,6 @@ class ScoreNetwork(Encoding):
 
     def rescore(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> HeadNetwork:
         """A + B + f([A; B])."""
-        assert self.into.bias is not None and self.out.bias is not None
+        assert self.into.bias is not None
+        assert self.out.bias is not None
         return HeadNetwork(self.into.weight.squeeze(2), self.into.bias, self.out.weight.squeeze(2), self.out.bias)
