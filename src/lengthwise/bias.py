@@ -125,7 +125,7 @@ def described(cls: type[Any]) -> type[Any]:
         parts = {name: next(remaining) if value is None else value for name, value in context}
         return _build(cls, parts, "", _unchecked)
 
-    _pytree.register_pytree_node(cls, flatten, unflatten, serialized_type_name=f"lengthwise.{cls.__name__}")
+    _pytree.register_pytree_node(cls, flatten, unflatten, serialized_type_name=f"{cls.__module__}.{cls.__name__}")
     return cls
 
 
@@ -159,7 +159,7 @@ def _build(
         if (single := _built_part(name, parts, make)) is not None:
             values[field_name] = single
             continue
-        several = []
+        several: list[Any] = []
         while (single := _built_part(f"{name}.{len(several)}", parts, make)) is not None:
             several.append(single)
         if several:
@@ -324,10 +324,9 @@ class LevelBias(Bias):
         if self.step is None:
             for name in ("query_level", "key_level"):
                 self._check_level(name)
-            parts = (self.query_level, self.key_level, self.slope)
         else:
             check_tensor("step", self.step, ("batch or 1", "head or 1", "key"), "floating-point")
-            parts = (self.step, self.slope)
+        parts = (self.query_level, self.key_level, self.step, self.slope)
         check_tensor("slope", self.slope, ("batch or 1", "head or 1", "query or 1"), "floating-point")
         for axis, what in ((0, "batch"), (1, "heads")):
             check_broadcast("levels and slope", [part.shape[axis] for part in parts if part is not None], what)

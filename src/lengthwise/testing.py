@@ -397,11 +397,11 @@ def spreads_over_the_batch(subject: Subject) -> None:
         q, k, v = torch.randn(3, *shape, generator=generator)
         narrow = [bias, *([_one_head(bias)] if bias.shape[1] > 1 else [])]
         for own in narrow:
-            calls = [
+            got, wanted = (
                 attend(q[:, :, -queries:], k, v, layout=layout, bias=own, backend=backend)
                 for backend in (subject.backend, "reference")
-            ]
-            assert_near(*calls, f"{queries} queries, a bias of {own.shape}")
+            )
+            assert_near(got, wanted, f"{queries} queries, a bias of {own.shape}")
 
 
 def _one_head(bias: Bias) -> Bias:

@@ -286,7 +286,8 @@ def layout(
     if isinstance(tokens, Tensor):
         if tokens.ndim < 2:
             raise ValueError(f"tokens must be an int or (batch, position, ...), got {describe(tokens)}")
-        tokens, device = tokens.shape[1], tokens.device if device is None else device
+        device = tokens.device if device is None else device
+        tokens = tokens.shape[1]
     check_int("tokens", tokens, least=0)
     check_int("past", past, least=0)
     keys = past + tokens
