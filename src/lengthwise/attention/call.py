@@ -1,11 +1,12 @@
 """One call of attention, checked once at the door: what every backend is given and may rely on."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lengthwise.attention.skipping import is_skipping
@@ -75,6 +76,23 @@ class AttentionCall:
     def dtype(self) -> torch.dtype:
         """The dtype of queries, keys, values and output; inside, everything is float32 or better."""
         return self.q.dtype
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor by name but the layout's: "q", "sink", "bias.table"."""
+        own = {name: getattr(self, name) for name in ("q", "k", "v", "logit_scale", "sink")}
+        for what, part in (("bias", self.bias), ("rescore", self.rescore)):
+            if part is not None:
+                own |= {f"{what}.{name}": tensor for name, tensor in part.tensors().items()}
+        return {name: tensor for name, tensor in own.items() if tensor is not None}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> "AttentionCall":
+        """The same call with other tensors under some of these names."""
+        own: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if "." not in name}
+        for what, part in (("bias", self.bias), ("rescore", self.rescore)):
+            of_part = {name: x for name, x in tensors.items() if name.startswith(f"{what}.")}
+            if part is not None and of_part:
+                own[what] = part.rebuilt({name.partition(".")[2]: x for name, x in of_part.items()})
+        return replace(self, **own)
 
     @property
     def sources(self) -> tuple[Tensor, ...]:
@@ -158,7 +176,9 @@ def checked_call(
     if bias is not None:
         _check_bias(bias, (batch, heads, queries, keys), layout)
     if rescore is not None and not isinstance(rescore, Rescore):
-        raise TypeError(f"rescore must be a described Rescore, got {describe(rescore)}; use encoding.rescore(x, layout)")
+        raise TypeError(
+            f"rescore must be a described Rescore, got {describe(rescore)}; use encoding.rescore(x, layout)"
+        )
     for name, value in (("scale", scale), ("softcap", softcap)):
         real = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if value is not None and (not real or (name == "softcap" and value <= 0)):
@@ -297,7 +317,9 @@ def _checked_sink(sink: object, wanted: tuple[int, int, int]) -> Tensor:
         len(shape) == 3 and shape[0] in (1, batch) and shape[1] == heads and shape[2] in (1, queries)
     )
     if not fits:
-        raise ValueError(f"sink must be ({heads},), one logit per head, or (batch or 1, {heads}, query or 1), got {shape}")
+        raise ValueError(
+            f"sink must be ({heads},), one logit per head, or (batch or 1, {heads}, query or 1), got {shape}"
+        )
     return sink[None, :, None] if len(shape) == 1 else sink
 
 
