@@ -79,8 +79,11 @@ class Description:
 
     def static(self) -> dict[str, Static]:
         """The rest by name, functions by their registered names: JSON can hold it."""
-        plain = {name: value for name, value in _parts(self) if not isinstance(value, Tensor)}
-        return {name: _named(value) if callable(value) else value for name, value in plain.items()}
+        return {name: _named(value) if callable(value) else value for name, value in self.plain().items()}
+
+    def plain(self) -> dict[str, Any]:
+        """The same with functions as they are, which need no name."""
+        return {name: value for name, value in _parts(self) if not isinstance(value, Tensor)}
 
     def rebuilt(self, tensors: Mapping[str, Tensor]) -> Self:
         """The same description with other tensors under the same names."""
@@ -285,7 +288,12 @@ class DistanceBias(Bias):
         """A part of the matrix, in float32 or better."""
         distance = self.query[:, rows, None] - self.key[:, None, columns]
         index = (distance - self.first).clamp(0, self.table.shape[1] - 1)
-        return at_least_float32(self.table)[:, index].transpose(0, 1)
+        return picked_columns(at_least_float32(self.table), index).transpose(0, 1)
+
+
+def picked_columns(table: Float[Tensor, "head column"], index: Int[Tensor, "*shape"]) -> Float[Tensor, "head *shape"]:
+    """table[:, index], with a gradient that is always summed in the same order, which indexing does not promise."""
+    return table.gather(1, index.reshape(1, -1).expand(table.shape[0], -1)).view(table.shape[0], *index.shape)
 
 
 Curve = Literal["linear", "log1p_square"]
@@ -503,7 +511,7 @@ class LineBias(Bias):
         """A part of the matrix, in float32 or better."""
         x = self.factor[:, rows, None] * self.curve.tile(rows, columns)[:, 0]
         line = torch.bucketize(x.detach(), self.knots, right=True)
-        return (self.slope[:, line] * x + self.intercept[:, line]).transpose(0, 1)
+        return (picked_columns(self.slope, line) * x + picked_columns(self.intercept, line)).transpose(0, 1)
 
 
 @described

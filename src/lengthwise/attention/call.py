@@ -1,7 +1,9 @@
 """One call of attention, checked once at the door: what every backend is given and may rely on."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -74,6 +76,23 @@ class AttentionCall:
     def dtype(self) -> torch.dtype:
         """The dtype of queries, keys, values and output; inside, everything is float32 or better."""
         return self.q.dtype
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor by name but the layout's: "q", "sink", "bias.table"."""
+        own = {name: getattr(self, name) for name in ("q", "k", "v", "logit_scale", "sink")}
+        for what, part in (("bias", self.bias), ("rescore", self.rescore)):
+            if part is not None:
+                own |= {f"{what}.{name}": tensor for name, tensor in part.tensors().items()}
+        return {name: tensor for name, tensor in own.items() if tensor is not None}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> "AttentionCall":
+        """The same call with other tensors under some of these names."""
+        own: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if "." not in name}
+        for what, part in (("bias", self.bias), ("rescore", self.rescore)):
+            of_part = {name: x for name, x in tensors.items() if name.startswith(f"{what}.")}
+            if part is not None and of_part:
+                own[what] = part.rebuilt({name.partition(".")[2]: x for name, x in of_part.items()})
+        return replace(self, **own)
 
     @property
     def sources(self) -> tuple[Tensor, ...]:

@@ -15,12 +15,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+import torch
+
 _skipping: ContextVar[bool] = ContextVar("lengthwise_skipping", default=True)
 
 
 def is_skipping() -> bool:
-    """Whether skipping is on here."""
-    return _skipping.get()
+    """Whether skipping is on here; always so for a graph that is being compiled, which asks again where it runs."""
+    return torch.compiler.is_compiling() or _skipping.get()
 
 
 @contextmanager

@@ -4,7 +4,7 @@ A tile of the mask is filled in where a backend needs one. Everything longer is 
 back: keys are sorted by document, in which a query's keys are one interval for every band.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Int
@@ -14,6 +14,12 @@ from lengthwise.token_layout import Band, TokenLayout
 
 Intervals = tuple[Int[Tensor, "band #batch query"], Int[Tensor, "band #batch query"]]
 """From `low` up to `high`, one interval for every band; they do not overlap."""
+
+PER_SEQUENCE = (
+    *("query", "key", "query_mask", "key_mask", "query_documents", "key_documents"),
+    *("mask", "query_index", "key_index"),
+)
+"""The tensors of a layout; the first axis of each is the batch, or 1."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +144,30 @@ class Visibility:
             (rising + ordinal * room).expand(rows, -1).contiguous(), (wanted + own * room).expand(rows, -1).contiguous()
         )
 
+    def spans(self) -> tuple[Int[Tensor, "#batch query"], Int[Tensor, "#batch query"], Bool[Tensor, "#batch query"]]:
+        """The first key that each query may see, the one behind its last, and whether it sees all between them.
+
+        Neither padding nor an explicit mask is looked at. What sees nothing has an empty span.
+        """
+        order, (low, high) = self.intervals()
+        count = (high - low).clamp(min=0)
+        first, last = low, high
+        if order is not None:
+            first, last = (_picked(order, end.clamp(0, order.shape[1] - 1)) for end in (low, high - 1))
+            last = last + 1
+        begin = first.where(count > 0, self.layout.key_count).amin(0)
+        end = torch.maximum(last.where(count > 0, 0).amax(0), begin)
+        return begin, end, count.sum(0) == end - begin
+
+    def sequence(self, number: int) -> "Visibility":
+        """That of one sequence alone."""
+        own = {
+            name: part[number : number + 1]
+            for name in PER_SEQUENCE
+            if (part := getattr(self.layout, name)) is not None and part.shape[0] > 1
+        }
+        return replace(self, layout=replace(self.layout, **own, facts=None))
+
     def seen(self, some: Bool[Tensor, "batch #kv_head key"] | None = None) -> Int[Tensor, "#batch #kv_head query"]:
         """How many keys, or of `some` of them, each query sees; linear but under an explicit mask."""
         layout = self.layout
@@ -159,6 +189,10 @@ class Visibility:
             ends = [end[:, None].expand(rows, counted.shape[1], -1) for end in (last.maximum(first), first)]
             total = total + counted.gather(2, ends[0]) - counted.gather(2, ends[1])
         return total
+
+
+def _picked(order: Int[Tensor, "batch key"], place: Int[Tensor, "band batch query"]) -> Tensor:
+    return order.expand(place.shape[0], -1, -1).gather(2, place)
 
 
 def _disjoint(low: Tensor, high: Tensor) -> Intervals:
