@@ -121,7 +121,7 @@ class AttentionCall:
         masks += ["documents"] * (layout.key_documents is not None)
         masks += [f"window={visibility.window}"] * (visibility.window is not None) + [str(b) for b in visibility.bands]
         lines.append("    masks    " + (", ".join(masks) or "none"))
-        extras = [f"softcap={self.softcap:g}"] * (self.softcap is not None)
+        extras = [f"softcap={self.softcap}"] * (self.softcap is not None)
         extras += [name for name in ("logit_scale", "sink") if getattr(self, name) is not None]
         extras += ["return_lse"] * self.return_lse
         return "\n".join(lines + [f"    with     {', '.join(extras)}"] * bool(extras))
