@@ -1,138 +1,276 @@
 """A few queries against many keys, as in decoding: one pass over the cache where it lies, the bias made on the way."""
 
 import ctypes
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from lengthwise.attention import reference
-from lengthwise.attention.call import Call
+from lengthwise.attention.call import AttentionCall
+from lengthwise.attention.finite import finite_inputs
 from lengthwise.attention.native import build
-from lengthwise.attention.row_block.few_rows import FEW
-from lengthwise.bias import DistanceBias, LevelBias, LineBias, StepBias
+from lengthwise.attention.plan import Output, Plan, Refusal
+from lengthwise.bias import Bias, DistanceBias, LevelBias, LineBias, SumBias
 
 PRECISIONS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-NONE, TABLE, LEVEL, LINE, STEP, ROW = range(6)
+CURVES = {"linear": 0, "log1p_square": 1}
+FAR = 2**31
+"""Further than any key is away: no end of a band, and more than any window needs."""
+
+Pointer, Number, Real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+Two, Three = Number * 2, Number * 3
 
 
-def suits(call: Call) -> bool:
-    """Whether the rows are so few that keys and values are best read once, where they lie."""
-    if torch.compiler.is_compiling():  # a graph of any length must not ask for it
-        return False
-    return call.queries <= FEW and call.q.device.type == "cpu" and not call.needs_grad
+def _fields(kind: type, names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
 
 
-class Record(ctypes.Structure):
-    """few_rows.cpp's FewRows, field by field."""
+class Table(ctypes.Structure):
+    """decode.cpp's Table, field by field; so are all that follow."""
 
     _fields_ = [
-        *((n, ctypes.c_int64) for n in ("batch", "heads", "group", "queries", "keys", "dim", "value", "precision")),
-        *((n, ctypes.c_int64) for n in ("causal", "window", "start", "threads")),
-        *((f"{x}_stride_{axis}", ctypes.c_int64) for x in "qkv" for axis in range(3)),
-        *((n, ctypes.c_void_p) for n in ("q", "k", "v", "out")),
-        ("scale", ctypes.c_double),
-        ("kind", ctypes.c_int64),
-        ("key_mask", ctypes.c_void_p),
-        ("key_mask_stride", ctypes.c_int64),
-        ("documents", ctypes.c_void_p),
-        ("documents_stride", ctypes.c_int64),
-        ("table", ctypes.c_void_p),
-        *((n, ctypes.c_int64) for n in ("table_stride", "table_length", "first")),
-        *((n, ctypes.c_void_p) for n in ("query", "key")),
-        *((n, ctypes.c_int64) for n in ("query_stride", "key_stride")),
-        *((n, ctypes.c_void_p) for n in ("factor", "knots", "line_slope", "line_start")),
-        *((n, ctypes.c_int64) for n in ("factor_stride", "knot_count")),
-        *((n, ctypes.c_void_p) for n in ("query_level", "key_level")),
-        *((n, ctypes.c_int64 * 2) for n in ("query_level_strides", "key_level_strides")),
-        ("step", ctypes.c_void_p),
-        ("step_strides", ctypes.c_int64 * 3),
-        ("slope", ctypes.c_void_p),
-        ("slope_strides", ctypes.c_int64 * 3),
-        ("row", ctypes.c_void_p),
-        ("row_strides", ctypes.c_int64 * 3),
+        *_fields(Pointer, "entries"),
+        *_fields(Number, "head_stride length first"),
+        *_fields(Pointer, "query key"),
+        *_fields(Two, "query_strides"),
+        *_fields(Number, "key_stride"),
     ]
 
 
-def attend(call: Call) -> Float[Tensor, "batch head query value"]:
-    """The output; what is not finite is left to the reference, which keeps it to the rows that may see it."""
-    q, k, v = (_rows(x) for x in (call.q, call.k, call.v))
-    out = q.new_empty(call.batch, call.heads, call.queries, v.shape[3], dtype=torch.float32)
-    record = Record(
-        *(call.batch, call.heads, call.group, call.queries, call.keys, q.shape[3], v.shape[3], PRECISIONS[q.dtype]),
-        *(call.causal, call.window or 0, int(call.start), torch.get_num_threads()),
-        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
-        *(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()),
-        call.scale,
-    )
-    # Everything that the kernel reads is held until it is done.
-    held = [q, k, v, *_describe_masks(record, call), *_describe_bias(record, call)]
-    good = build.library().lengthwise_few_rows(ctypes.byref(record))
-    del held
-    if not good:
-        return reference.attend(call)
-    return out if call.dtype == torch.float32 else out.to(call.dtype)
+class Lines(ctypes.Structure):
+    """Straight lines in what a table gives."""
+
+    _fields_ = [
+        *_fields(Table, "curve"),
+        *_fields(Pointer, "factor"),
+        *_fields(Two, "factor_strides"),
+        *_fields(Pointer, "knots"),
+        *_fields(Number, "knot_count"),
+        *_fields(Pointer, "slope intercept"),
+        *_fields(Number, "slope_stride intercept_stride"),
+    ]
 
 
-def _describe_masks(record: Record, call: Call) -> list[Tensor]:
-    held = []
-    for name, mask in (("key_mask", call.key_mask), ("documents", call.documents)):
-        if mask is not None:
-            mask = _laid(mask, torch.bool if name == "key_mask" else torch.int64)
-            setattr(record, name, mask.data_ptr())
-            setattr(record, f"{name}_stride", _spread(mask, 1)[0])
-            held.append(mask)
-    return held
+class Levels(ctypes.Structure):
+    """Levels of queries and keys, or steps in their place."""
+
+    _fields_ = [
+        *_fields(Pointer, "slope"),
+        *_fields(Three, "slope_strides"),
+        *_fields(Number, "curve"),
+        *_fields(Pointer, "query key"),
+        *_fields(Three, "query_strides"),
+        *_fields(Two, "key_strides"),
+        *_fields(Pointer, "step"),
+        *_fields(Three, "step_strides"),
+        *_fields(Number, "start"),
+    ]
 
 
-def _describe_bias(record: Record, call: Call) -> list[Tensor]:
-    bias = call.in_lines().bias
-    if bias is None:
-        return []
+class Dense(ctypes.Structure):
+    """Rows that are filled in."""
+
+    _fields_ = [*_fields(Pointer, "value"), *_fields(Three, "strides")]
+
+
+KINDS: dict[type[ctypes.Structure], int] = {Table: 0, Lines: 1, Levels: 2, Dense: 3}
+
+
+class Term(ctypes.Structure):
+    """One term of the bias."""
+
+    _fields_ = [*_fields(Number, "kind"), *_fields(Pointer, "of")]
+
+
+class KeyBand(ctypes.Structure):
+    """One Band."""
+
+    _fields_ = _fields(Number, "nearest farthest first chunk")
+
+
+class Decode(ctypes.Structure):
+    """The whole call."""
+
+    _fields_ = [
+        *_fields(Number, "batch heads group queries keys dim value precision causal window start threads"),
+        *_fields(Pointer, "q k v"),
+        *_fields(Three, "q_strides k_strides v_strides"),
+        *_fields(Pointer, "out lse"),
+        *_fields(Real, "scale softcap"),
+        *_fields(Pointer, "terms"),
+        *_fields(Number, "term_count"),
+        *_fields(Pointer, "logit_scale"),
+        *_fields(Three, "logit_scale_strides"),
+        *_fields(Pointer, "sink"),
+        *_fields(Three, "sink_strides"),
+        *_fields(Pointer, "key_mask"),
+        *_fields(Number, "key_mask_stride"),
+        *_fields(Pointer, "query_documents key_documents"),
+        *_fields(Two, "query_document_strides"),
+        *_fields(Number, "key_document_stride"),
+        *_fields(Pointer, "bands"),
+        *_fields(Number, "band_count"),
+        *_fields(Pointer, "query_index key_index"),
+        *_fields(Two, "query_index_strides"),
+        *_fields(Number, "key_index_stride"),
+    ]
+
+
+Held = list[object]
+"""Whatever the kernel reads by its address, kept until it is done."""
+
+
+@dataclass(frozen=True)
+class DecodePlan(Plan):
+    """The terms of the bias, which are added one after the other."""
+
+    terms: tuple[Bias, ...]
+
+    def run(self, call: AttentionCall) -> Output:
+        """The output and, where asked for, the log-sum-exp."""
+        q, k, v = (_channels_together(x) for x in (call.q, call.k, call.v))
+        shape = (call.batch, call.heads, call.queries)
+        out = q.new_empty(*shape, v.shape[3], dtype=torch.float32)
+        lse = q.new_empty(shape, dtype=torch.float32) if call.return_lse else None
+        visibility = call.visibility
+        decode = Decode(
+            *(call.batch, call.heads, call.group, call.queries, call.keys, q.shape[3], v.shape[3], PRECISIONS[q.dtype]),
+            *(visibility.is_causal, min(visibility.window or 0, FAR), int(call.layout.start), torch.get_num_threads()),
+            *(q.data_ptr(), k.data_ptr(), v.data_ptr(), _strides(q, 3), _strides(k, 3), _strides(v, 3)),
+            *(out.data_ptr(), None if lse is None else lse.data_ptr()),
+            *(call.scale, call.softcap or 0.0),
+        )
+        held: Held = [q, k, v]
+        _add_terms(decode, self.terms, call, held)
+        if call.logit_scale is not None:
+            factor = _in_float32(call.logit_scale, held)
+            decode.logit_scale, decode.logit_scale_strides = factor.data_ptr(), _strides(factor, 3)
+        if call.sink is not None:
+            sink = _in_float32(call.sink, held)
+            decode.sink, decode.sink_strides = sink.data_ptr(), _strides(sink, 3)
+        _add_masks(decode, call, held)
+        all_finite = build.library().lengthwise_decode(ctypes.byref(decode))
+        del held
+        if not all_finite:
+            # The kernel never reads a value that a row does not see: it is right but for rows that see what is not
+            # finite and lost it, as a score of -infinity loses its key.
+            _, taint = finite_inputs(call)
+            if taint is not None:
+                out, lse = out + taint[..., None], None if lse is None else lse + taint
+        return out if call.dtype == torch.float32 else out.to(call.dtype), lse
+
+
+def plan(call: AttentionCall) -> DecodePlan | Refusal:
+    """Every bias and every mask but an explicit one, which the native backend refuses before."""
+    terms = tuple(_flattened(call.bias)) if call.bias is not None else ()
+    for term in terms:
+        if isinstance(term, LevelBias) and term.step is not None:
+            if not 0 <= term.start <= call.keys - call.queries:
+                return Refusal.because(f"levels by steps give none to queries from slot {term.start} on")
+    return DecodePlan(terms)
+
+
+def _flattened(bias: Bias) -> list[Bias]:
+    return [own for term in bias.terms for own in _flattened(term)] if isinstance(bias, SumBias) else [bias]
+
+
+def _add_terms(decode: Decode, terms: tuple[Bias, ...], call: AttentionCall, held: Held) -> None:
+    if not terms:
+        return
+    parts = [_described(term, call, held) for term in terms]
+    array = (Term * len(parts))(*((KINDS[type(part)], ctypes.addressof(part)) for part in parts))
+    decode.terms, decode.term_count = ctypes.addressof(array), len(parts)
+    held += [parts, array]
+
+
+def _described(bias: Bias, call: AttentionCall, held: Held) -> ctypes.Structure:
     if isinstance(bias, DistanceBias):
-        record.kind = TABLE
-        return _describe_table(record, bias)
-    if isinstance(bias, LineBias):
-        parts = [_laid(x).contiguous() for x in (bias.factor, bias.knots, bias.slope, bias.intercept)]
-        record.kind, record.factor_stride, record.knot_count = LINE, _spread(parts[0], 1)[0], parts[1].shape[0]
-        record.factor, record.knots, record.line_slope, record.line_start = (x.data_ptr() for x in parts)
-        return [*parts, *_describe_table(record, bias.curve)]
+        return _table(bias, held)
     if isinstance(bias, LevelBias):
-        slope = _laid(bias.slope)
-        record.slope, record.slope_strides = slope.data_ptr(), _spread(slope, 3)
-        if isinstance(bias, StepBias) and bias.queries_last and bias.step.dtype == torch.float32:
-            record.kind, record.step, record.step_strides = STEP, bias.step.data_ptr(), bias.step.stride()
-            return [bias.step, slope]
-        query, key = (_laid(x, torch.float64) for x in (bias.query_level, bias.key_level))
-        record.kind = LEVEL
-        record.query_level, record.query_level_strides = query.data_ptr(), _spread(query, 2)
-        record.key_level, record.key_level_strides = key.data_ptr(), _spread(key, 2)
-        return [query, key, slope]
-    row = _laid(bias.dense())
-    record.kind, record.row, record.row_strides = ROW, row.data_ptr(), _spread(row, 3)
-    return [row]
+        return _levels(bias, held)
+    if isinstance(bias, LineBias):
+        factor = _in_float32(bias.factor, held)
+        knots, slope, intercept = (
+            _row_by_row(x, torch.float32, held) for x in (bias.knots, bias.slope, bias.intercept)
+        )
+        return Lines(
+            _table(bias.curve, held),
+            *(factor.data_ptr(), _strides(factor, 2), knots.data_ptr(), knots.shape[0]),
+            *(slope.data_ptr(), intercept.data_ptr(), *_strides(slope, 1), *_strides(intercept, 1)),
+        )
+    value = _row_by_row(bias.dense().expand(-1, -1, call.queries, call.keys), torch.float32, held)
+    return Dense(value.data_ptr(), _strides(value, 3))
 
 
-def _describe_table(record: Record, bias: DistanceBias) -> list[Tensor]:
-    table, query, key = _laid(bias.table), _laid(bias.query, torch.int64), _laid(bias.key, torch.int64)
-    record.table, record.table_stride, record.table_length = table.data_ptr(), _spread(table, 1)[0], table.shape[1]
-    record.query, record.key, record.first = query.data_ptr(), key.data_ptr(), bias.first
-    record.query_stride, record.key_stride = _spread(query, 1)[0], _spread(key, 1)[0]
-    return [table, query, key]
+def _table(bias: DistanceBias, held: Held) -> Table:
+    entries = _row_by_row(bias.table, torch.float32, held)
+    query, key = (_row_by_row(x, torch.int64, held) for x in (bias.query, bias.key))
+    return Table(
+        *(entries.data_ptr(), *_strides(entries, 1), entries.shape[1], bias.first),
+        *(query.data_ptr(), key.data_ptr(), _strides(query, 2), *_strides(key, 1)),
+    )
 
 
-def _rows(x: Tensor) -> Tensor:
+def _levels(bias: LevelBias, held: Held) -> Levels:
+    slope, step = _in_float32(bias.slope, held), bias.step
+    of_slope = (slope.data_ptr(), _strides(slope, 3), CURVES[bias.curve])
+    if step is not None and step.dtype != torch.float64:
+        step = _in_float32(step, held)
+        return Levels(*of_slope, None, None, (), (), step.data_ptr(), _strides(step, 3), bias.start)
+    bias = bias.summed()
+    query, key = bias.query_level, bias.key_level
+    assert query is not None and key is not None
+    if bias.query_rest is not None and bias.key_rest is not None:
+        query, key = query.double() + bias.query_rest, key.double() + bias.key_rest
+    query, key = (_row_by_row(x, torch.float64, held) for x in (query, key))
+    return Levels(*of_slope, query.data_ptr(), key.data_ptr(), _strides(query, 3), _strides(key, 2))
+
+
+def _add_masks(decode: Decode, call: AttentionCall, held: Held) -> None:
+    layout, bands = call.layout, call.visibility.bands
+    if layout.key_mask is not None:
+        mask = _row_by_row(layout.key_mask, torch.bool, held)
+        decode.key_mask, (decode.key_mask_stride,) = mask.data_ptr(), _strides(mask, 1)
+    if layout.query_documents is not None and layout.key_documents is not None:
+        query, key = (_row_by_row(x, torch.int64, held) for x in (layout.query_documents, layout.key_documents))
+        decode.query_documents, decode.query_document_strides = query.data_ptr(), _strides(query, 2)
+        decode.key_documents, (decode.key_document_stride,) = key.data_ptr(), _strides(key, 1)
+    if bands:
+        query, key = (_row_by_row(x, torch.int64, held) for x in layout.indices())
+        decode.query_index, decode.query_index_strides = query.data_ptr(), _strides(query, 2)
+        decode.key_index, (decode.key_index_stride,) = key.data_ptr(), _strides(key, 1)
+        ends = [[_bounded(x) for x in (band.nearest, band.farthest, band.first, band.chunk)] for band in bands]
+        array = (KeyBand * len(bands))(*map(tuple, ends))
+        decode.bands, decode.band_count = ctypes.addressof(array), len(bands)
+        held.append(array)
+
+
+def _bounded(number: int | None) -> int:
+    """So small that products of two fit; no end is far away."""
+    return FAR if number is None else max(-FAR, min(number, FAR))
+
+
+def _channels_together(x: Tensor) -> Tensor:
     """As it is if the kernel has its precision and its channels lie side by side."""
-    known = x.dtype in PRECISIONS and (x.dtype != torch.float16 or build.library().lengthwise_takes_half())
-    return _laid(x, x.dtype if known else torch.float32)
+    if x.dtype not in PRECISIONS or (x.dtype == torch.float16 and not build.library().lengthwise_takes_half()):
+        x = x.float()
+    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
 
 
-def _laid(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def _row_by_row(x: Tensor, dtype: torch.dtype, held: Held) -> Tensor:
     """In a precision, with the last axis contiguous: as it is, if it can be."""
     x = x if x.dtype == dtype else x.to(dtype)
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    held.append(x)
+    return x
 
 
-def _spread(x: Tensor, axes: int) -> tuple[int, ...]:
-    """The strides of the first axes, 0 where there is one for all."""
-    return tuple(0 if size == 1 else stride for size, stride in zip(x.shape[:axes], x.stride()[:axes], strict=True))
+def _in_float32(x: Tensor, held: Held) -> Tensor:
+    x = x if x.dtype == torch.float32 else x.float()
+    held.append(x)
+    return x
+
+
+def _strides(x: Tensor, axes: int) -> tuple[int, ...]:
+    """The strides of the first axes, 0 where there is one for all: every stride that the kernel is given."""
+    return tuple([0 if size == 1 else stride for size, stride in zip(x.shape[:axes], x.stride(), strict=False)])
