@@ -18,43 +18,49 @@
 
 #include "vectors.h"
 
-// What Python hands over; decode.py has the same fields in the same order. A stride counts elements, and is 0 along an
-// axis that is spread. Axes without a stride are contiguous.
+// What Python hands over, number by number; decode.py packs the same in the same order: the call, then the terms of its
+// bias, then its bands.
+
+// Strides count elements and are 0 along an axis that is spread. Axes beyond them are contiguous.
+template <class T, int AXES>
+struct Array {
+  const T* data;
+  int64_t strides[AXES];
+
+  explicit operator bool() const { return data; }
+  const T* at(long first) const { return data + first * strides[0]; }
+  const T* at(long first, long second) const { return at(first) + second * strides[1]; }
+  const T* at(long first, long second, long third) const { return at(first, second) + third * strides[2]; }
+};
 
 // entries[head, query - key - first], the nearest entry beyond the ends
 struct Table {
-  const float* entries;
-  int64_t head_stride, length, first;
-  const int64_t *query, *key;
-  int64_t query_strides[2], key_stride;  // sequence, query; sequence
+  Array<float, 1> entries;
+  int64_t length, first;
+  Array<int64_t, 2> query;
+  Array<int64_t, 1> key;
 };
 
 // slope[head, n] x + intercept[head, n] where n knots are at most x = factor[i] curve[...]
 struct Lines {
   Table curve;
-  const float* factor;
-  int64_t factor_strides[2];  // sequence, query
+  Array<float, 2> factor;
   const float* knots;
   int64_t knot_count;
-  const float *slope, *intercept;
-  int64_t slope_stride, intercept_stride;  // head
+  Array<float, 1> slope, intercept;
 };
 
-// -slope[i] curve(|query[i] - key[j]|); with steps, which need no levels, the queries are the slots from `start` on
+// -slope[i] curve(|query[i] - key[j]|); with steps there are no levels, and the queries are the slots from `start` on
 struct Levels {
-  const float* slope;
-  int64_t slope_strides[3];  // sequence, head, query
-  int64_t curve;
-  const double *query, *key;
-  int64_t query_strides[3], key_strides[2];
-  const float* step;
-  int64_t step_strides[3], start;
+  int64_t curve, start;
+  Array<float, 3> slope, step;
+  Array<double, 3> query;
+  Array<double, 2> key;
 };
 
 // value[i, j]
 struct Dense {
-  const float* value;
-  int64_t strides[3];  // sequence, head, query
+  Array<float, 3> value;
 };
 
 enum Kind { TABLE = 0, LINES = 1, LEVELS = 2, DENSE = 3 };
@@ -62,34 +68,34 @@ enum Curve { LINEAR = 0, LOG1P_SQUARE = 1 };
 
 struct Term {
   int64_t kind;
-  const void* of;  // a Table, Lines, Levels or Dense
+  union {
+    Table table;
+    Lines lines;
+    Levels levels;
+    Dense dense;
+  };
 };
 
-// Keys whose number in their document is in [nearest, farthest) chunks of the query's, and below `first`.
+// Keys from `nearest` to `farthest` chunks away, the last excluded, and below number `first` of their document.
 struct Band {
   int64_t nearest, farthest, first, chunk;
 };
 
 struct Decode {
   int64_t batch, heads, group, queries, keys, dim, value, precision, causal, window, start, threads;
-  const void *q, *k, *v;
-  int64_t q_strides[3], k_strides[3], v_strides[3];  // sequence, head, position
-  float *out, *lse;                                  // (sequence, head, query, value); the second may be missing
-  double scale, softcap;                             // no cap is 0
-  const Term* terms;
-  int64_t term_count;
-  const float* logit_scale;
-  int64_t logit_scale_strides[3];  // sequence, head, query
-  const float* sink;
-  int64_t sink_strides[3];
-  const uint8_t* key_mask;
-  int64_t key_mask_stride;
-  const int64_t *query_documents, *key_documents;
-  int64_t query_document_strides[2], key_document_stride;
-  const Band* bands;
-  int64_t band_count;
-  const int64_t *query_index, *key_index;
-  int64_t query_index_strides[2], key_index_stride;
+  int64_t term_count, band_count;
+  double scale, softcap;   // no cap is 0
+  Array<void, 3> q, k, v;  // sequence, head, position
+  float *out, *lse;        // (sequence, head, query, value); the second may be missing
+  Array<float, 3> logit_scale, sink;
+  Array<uint8_t, 1> key_mask;
+  Array<int64_t, 2> query_documents;
+  Array<int64_t, 1> key_documents;
+  Array<int64_t, 2> query_index;
+  Array<int64_t, 1> key_index;
+
+  const Term* terms() const { return reinterpret_cast<const Term*>(this + 1); }
+  const Band* bands() const { return reinterpret_cast<const Band*>(terms() + term_count); }
 };
 
 namespace {
@@ -204,9 +210,9 @@ struct Row {
 
 // The table's entries for a row on keys that follow one another.
 void look_up(const Table& t, long batch, long head, long i, long column, long count, float* to) {
-  const float* entries = t.entries + head * t.head_stride;
-  const int64_t* key = t.key + batch * t.key_stride + column;
-  const int64_t query = t.query[batch * t.query_strides[0] + i * t.query_strides[1]] - t.first, last = t.length - 1;
+  const float* entries = t.entries.at(head);
+  const int64_t* key = t.key.at(batch) + column;
+  const int64_t query = *t.query.at(batch, i) - t.first, last = t.length - 1;
   bool rising = true;
   for (long j = 0; j < count; ++j) rising &= key[j] == key[0] + j;
   const int64_t nearest = query - key[0] - (count - 1);
@@ -221,7 +227,7 @@ void look_up(const Table& t, long batch, long head, long i, long column, long co
 // Add to each score what its line has at x. Nearly always one line holds for all of a block.
 void add_lines(const Lines& p, long head, const float* x, long count, float* scores) {
   const auto line = [&](float at) { return std::upper_bound(p.knots, p.knots + p.knot_count, at) - p.knots; };
-  const float *slope = p.slope + head * p.slope_stride, *intercept = p.intercept + head * p.intercept_stride;
+  const float *slope = p.slope.at(head), *intercept = p.intercept.at(head);
   const auto ends = std::minmax_element(x, x + count);
   const long low = line(*ends.first), high = line(*ends.second);
   if (low == high) {
@@ -243,7 +249,7 @@ struct Walk {
   double levels[BLOCK];
 
   Walk(const Levels& p, long batch, long head, long last)
-      : step(p.step + batch * p.step_strides[0] + head * p.step_strides[1]), stride(p.step_strides[2]), at(last) {}
+      : step(p.step.at(batch, head)), stride(p.step.strides[2]), at(last) {}
   void to(long key) {
     for (; at > key; --at) level -= step[at * stride];
   }
@@ -282,7 +288,7 @@ struct Added {
   // Keys from `end` on are seen by nobody.
   Added(const Decode& p, const Term& term, long batch, long kv, long end) : p(p), term(term), batch(batch), kv(kv) {
     if (term.kind != LEVELS) return;
-    const Levels& of = *static_cast<const Levels*>(term.of);
+    const Levels& of = term.levels;
     for (long n = 0; n < p.group * p.queries; ++n) {
       const long head = kv * p.group + n / p.queries, i = n % p.queries;
       if (of.step) {
@@ -291,8 +297,7 @@ struct Added {
         walk.to(of.start + i);
         own.push_back(walk.level);
       } else {
-        const int64_t* strides = of.query_strides;
-        own.push_back(of.query[batch * strides[0] + head * strides[1] + i * strides[2]]);
+        own.push_back(*of.query.at(batch, head, i));
       }
     }
   }
@@ -302,21 +307,21 @@ struct Added {
     const long head = kv * p.group + n / p.queries, i = n % p.queries;
     if (term.kind == TABLE) {
       float found[BLOCK];
-      look_up(*static_cast<const Table*>(term.of), batch, head, i, column, count, found);
+      look_up(term.table, batch, head, i, column, count, found);
       for (long j = 0; j < count; ++j) scores[j] += found[j];
     } else if (term.kind == LINES) {
-      const Lines& of = *static_cast<const Lines*>(term.of);
+      const Lines& of = term.lines;
       float x[BLOCK];
       look_up(of.curve, batch, head, i, column, count, x);
-      const float factor = of.factor[batch * of.factor_strides[0] + i * of.factor_strides[1]];
+      const float factor = *of.factor.at(batch, i);
       for (long j = 0; j < count; ++j) x[j] *= factor;
       add_lines(of, head, x, count, scores);
     } else if (term.kind == LEVELS) {
-      const Levels& of = *static_cast<const Levels*>(term.of);
+      const Levels& of = term.levels;
       // Steps are read after the keys beside which they lie were read in order.
-      const double* levels = of.step ? walks[n / p.queries].through(column, count)
-                                     : of.key + batch * of.key_strides[0] + head * of.key_strides[1] + column;
-      const float slope = of.slope[batch * of.slope_strides[0] + head * of.slope_strides[1] + i * of.slope_strides[2]];
+      const double* levels =
+          of.step ? walks[n / p.queries].through(column, count) : of.key.at(batch, head) + column;
+      const float slope = *of.slope.at(batch, head, i);
       const double level = own[n];
       if (of.curve == LINEAR) {
         for (long j = 0; j < count; ++j) scores[j] -= slope * float(std::fabs(level - levels[j]));
@@ -330,8 +335,7 @@ struct Added {
         for (long j = 0; j < count; ++j) scores[j] -= x[j];
       }
     } else {
-      const Dense& of = *static_cast<const Dense*>(term.of);
-      const float* row = of.value + batch * of.strides[0] + head * of.strides[1] + i * of.strides[2] + column;
+      const float* row = term.dense.value.at(batch, head, i) + column;
       for (long j = 0; j < count; ++j) scores[j] += row[j];
     }
   }
@@ -352,16 +356,14 @@ long look(const Decode& p, long batch, long i, long column, long count, long* se
     for (long j = first; j < end; ++j) seen[j - first] = j - column;
     return std::max(end - first, 0L);
   }
-  const uint8_t* mask = p.key_mask ? p.key_mask + batch * p.key_mask_stride : nullptr;
-  const int64_t* documents = p.key_documents ? p.key_documents + batch * p.key_document_stride : nullptr;
-  const int64_t own =
-      documents ? p.query_documents[batch * p.query_document_strides[0] + i * p.query_document_strides[1]] : 0;
+  const uint8_t* mask = p.key_mask ? p.key_mask.at(batch) : nullptr;
+  const int64_t* documents = p.key_documents ? p.key_documents.at(batch) : nullptr;
+  const int64_t own = documents ? *p.query_documents.at(batch, i) : 0;
   bool in_band[BLOCK];
   for (long band = 0; band < p.band_count; ++band) {
-    const Band& of = p.bands[band];
-    const int64_t* number = p.key_index + batch * p.key_index_stride + column;
-    const int64_t query = p.query_index[batch * p.query_index_strides[0] + i * p.query_index_strides[1]];
-    const int64_t chunk = floor_quotient(query, of.chunk);
+    const Band& of = p.bands()[band];
+    const int64_t* number = p.key_index.at(batch) + column;
+    const int64_t chunk = floor_quotient(*p.query_index.at(batch, i), of.chunk);
     const int64_t low = (chunk - of.farthest + 1) * of.chunk;
     const int64_t high = std::min((chunk - of.nearest + 1) * of.chunk, of.first);
     for (long j = 0; j < count; ++j) in_band[j] = (band && in_band[j]) || (number[j] >= low && number[j] < high);
@@ -377,21 +379,24 @@ long look(const Decode& p, long batch, long i, long column, long count, long* se
 }
 
 template <class T>
+const T* start_of(const Array<void, 3>& x, long batch, long head) {
+  return static_cast<const T*>(x.data) + batch * x.strides[0] + head * x.strides[1];
+}
+
+template <class T>
 void visit(const Decode& p, long batch, long kv, long from, long to, long end, std::vector<Row>& rows) {
-  const T* k = static_cast<const T*>(p.k) + batch * p.k_strides[0] + kv * p.k_strides[1];
-  const T* v = static_cast<const T*>(p.v) + batch * p.v_strides[0] + kv * p.v_strides[1];
-  const long k_step = p.k_strides[2], v_step = p.v_strides[2];
+  const T *k = start_of<T>(p.k, batch, kv), *v = start_of<T>(p.v, batch, kv);
+  const long k_step = p.k.strides[2], v_step = p.v.strides[2];
   std::vector<float> q(rows.size() * p.dim), factors(rows.size(), 1.0f);
   for (long n = 0; n < (long)rows.size(); ++n) {
     const long head = kv * p.group + n / p.queries, i = n % p.queries;
-    const T* of = static_cast<const T*>(p.q) + batch * p.q_strides[0] + head * p.q_strides[1] + i * p.q_strides[2];
+    const T* of = start_of<T>(p.q, batch, head) + i * p.q.strides[2];
     for (long d = 0; d < p.dim; ++d) q[n * p.dim + d] = number(of[d]) * float(p.scale);
     rows[n].out.assign(p.value, 0.0f);
-    const int64_t* strides = p.logit_scale_strides;
-    if (p.logit_scale) factors[n] = p.logit_scale[batch * strides[0] + head * strides[1] + i * strides[2]];
+    if (p.logit_scale) factors[n] = *p.logit_scale.at(batch, head, i);
   }
   std::vector<Added> bias;
-  for (long term = 0; term < p.term_count; ++term) bias.emplace_back(p, p.terms[term], batch, kv, end);
+  for (long term = 0; term < p.term_count; ++term) bias.emplace_back(p, p.terms()[term], batch, kv, end);
   const float cap = float(p.softcap), per_cap = float(1 / p.softcap);
   alignas(32) float scores[BLOCK];
   long seen[BLOCK];
@@ -496,8 +501,7 @@ int lengthwise_decode(const Decode* p) {
       for (long part = 0; part < parts; ++part) of_row.push_back(&found[piece * parts + part][n]);
       const long batch = piece / heads, head = piece % heads * p->group + n / p->queries, i = n % p->queries;
       const long row = (batch * p->heads + head) * p->queries + i;
-      const int64_t* strides = p->sink_strides;
-      const float sink = p->sink ? p->sink[batch * strides[0] + head * strides[1] + i * strides[2]] : -INF;
+      const float sink = p->sink ? *p->sink.at(batch, head, i) : -INF;
       finite = join(of_row, sink, p->value, p->out + row * p->value, p->lse ? p->lse + row : nullptr) && finite;
     }
   return finite;
