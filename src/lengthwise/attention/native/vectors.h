@@ -33,6 +33,26 @@ inline v8 absolute(v8 x) { return (v8)((i8)x & 0x7fffffff); }
 typedef double v4d __attribute__((vector_size(32), aligned(8)));
 typedef float v4 __attribute__((vector_size(16), aligned(4)));
 
+// log(1 + x), x >= 0, to about one unit in the last place; infinite for infinity, NaN for NaN. 1 + x = 2^n (1 + f), where f
+// is made of x and not of the rounded sum, and log(1 + f) = f + f^2 P(f); P is a minimax fit of our own.
+inline v8 log_1p(v8 x) {
+  const v8 kept = pick(x < 1e37f, x, all(1e37f));
+  const i8 n = ((i8)(kept + 1.0f) - 0x3f3504f3) >> 23;  // the bits of sqrt(1/2): 1 + f lies between it and sqrt(2)
+  const v8 shrink = (v8)(0x3f800000 - (n << 23));
+  const v8 f = kept * shrink + (shrink - 1.0f);
+  v8 p = all(8.73483633e-2f);
+  p = p * f - 1.43075190e-1f;
+  p = p * f + 1.49179747e-1f;
+  p = p * f - 1.65705086e-1f;
+  p = p * f + 1.99620721e-1f;
+  p = p * f - 2.50017552e-1f;
+  p = p * f + 3.33339502e-1f;
+  p = p * f - 4.99999916e-1f;
+  const v8 of_f = p * f * f + f;
+  // What was too large comes back here: infinity, NaN, and beyond 1e37 a little more.
+  return (__builtin_convertvector(n, v8) * 0.693147181f + of_f) + (x - kept) * 1.2e-38f;
+}
+
 inline float sum(v8 x) {
   float total = 0;
   for (int lane = 0; lane < 8; ++lane) total += x[lane];
