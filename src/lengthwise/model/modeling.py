@@ -30,7 +30,7 @@ from lengthwise.bias import Bias
 from lengthwise.encodings import Encoding
 from lengthwise.encodings.registry import build
 from lengthwise.model.attention import NAME, eager_attention, stock_inputs
-from lengthwise.model.cache import channels, remember
+from lengthwise.model.cache import remember
 from lengthwise.model.configuration import LengthwiseConfig
 from lengthwise.model.frame import Frame, make_frame
 from lengthwise.model.loading import checked_checkpoint, checked_loading
@@ -82,7 +82,12 @@ class LengthwiseAttention(nn.Module):
         if encoding.overrides("rotate") and not late:
             q, k = encoding.rotate(q, k, frame.query, frame.query)
         if past_key_values is not None:
-            k, v, state = remember(past_key_values, self.layer_idx, k, v, state, frame.keys)
+            k, v, state = remember(past_key_values, self.layer_idx, k, v, state)
+        # Without the room that a static cache has behind; weights cover it, as everywhere in transformers.
+        room = k.shape[2] - frame.keys
+        if room:
+            k, v = k[:, :, : frame.keys], v[:, :, : frame.keys]
+            state = state and {name: numbers[:, :, : frame.keys] for name, numbers in state.items()}
         if encoding.overrides("rotate") and late:
             q, k = encoding.rotate(q, k, frame.query, frame.key, state)
         if bias is None and encoding.overrides("bias"):
@@ -90,6 +95,8 @@ class LengthwiseAttention(nn.Module):
             bias = encoding.bias(x, frame.query, frame.key, state, *start)
 
         out, weights = self._attend(q, k, v, bias, encoding, frame, **kwargs)
+        if room and weights is not None:
+            weights = F.pad(weights, (0, room))
         out = self.c_proj(out.to(x.dtype).flatten(2))
         return self.resid_dropout(out), weights
 
@@ -369,13 +376,6 @@ class LengthwiseForCausalLM(LengthwisePreTrainedModel, GenerationMixin):
             return None
         capacity, _ = past_key_values.get_mask_sizes(1, 0)
         return F.pad(attention_mask, (0, capacity - attention_mask.shape[1]))
-
-    def _get_static_cache_init_shape(self) -> tuple[int, int]:
-        """Heads and the width of a key with its state."""
-        transformer = self.transformer
-        encoding = next(part for part in transformer.modules() if isinstance(part, Encoding))
-        state = encoding.state(transformer.wte.weight[:1, None])
-        return self.config.n_head, self.config.head_dim + channels(len(state or ()), self.dtype)
 
 
 def checked_input(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
