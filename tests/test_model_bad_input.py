@@ -97,10 +97,26 @@ def test_a_sequence_beyond_a_learned_table_names_the_limit_and_what_has_none():
         model(tokens(1, 65))
 
 
-@pytest.mark.parametrize("shape", [(2, 28), (3, 29), (29,), (2, 1, 29, 29)])
+@pytest.mark.parametrize("shape", [(2, 28), (3, 29), (29,), (2, 29, 29)])
 def test_an_attention_mask_of_another_shape_is_named(shape):
     with pytest.raises(ValueError, match=r"attention_mask must be \(batch, tokens\) = \(2, 29\)"):
         loud_model("kerple")(tokens(), attention_mask=torch.ones(shape))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((2, 1, 29, 28), torch.bool),
+        ((2, 1, 29, 30), torch.bool),
+        ((3, 1, 29, 29), torch.bool),
+        ((2, 2, 29, 29), torch.float32),
+        ((2, 1, 1, 29), torch.bool),
+        ((2, 1, 29, 29), torch.long),
+    ],
+)
+def test_a_mask_of_four_axes_that_does_not_fit_is_named(shape, dtype):
+    with pytest.raises(ValueError, match=r"boolean or floating-point attention_mask \(2, 1 or 3, 29, 29\), got"):
+        loud_model("kerple")(tokens(), attention_mask=torch.ones(shape, dtype=dtype))
 
 
 @pytest.mark.parametrize("shape", [(2, 28), (3, 29), (29,)])

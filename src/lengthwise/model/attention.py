@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from lengthwise.attention import attend, checked_call, explain
 from lengthwise.attention.call import Rescore
+from lengthwise.attention.reference import softmax
 from lengthwise.bias import Bias, wide
 from lengthwise.model.frame import Frame
 
@@ -60,17 +61,24 @@ def eager_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor,
     *,
     scaling: float,
     position_bias: Tensor | None = None,
+    rescore: Rescore | None = None,
     **kwargs: Any,
 ) -> Output:
     """Attention in plain matrices, for those who want the weights."""
+    mask = attention_mask > torch.finfo(attention_mask.dtype).min
     scores = scaling * query @ key.transpose(-1, -2)
-    for term in (position_bias, attention_mask):
-        scores = scores if term is None else scores + term
-    weights = scores.softmax(-1)
+    bias = torch.zeros_like(scores) if position_bias is None else position_bias
+    if rescore is None:
+        scores = scores + bias
+    else:
+        # A rescore sees all heads of a pair at once: it knows the pairs that some head may see.
+        pairs = mask.any(1, keepdim=True)
+        scores = rescore(scores.masked_fill(~mask, 0), bias.masked_fill(~mask, 0), query, pairs)
+    weights = softmax((scores + attention_mask).masked_fill(~mask, -torch.inf))
     return (weights @ value).transpose(1, 2), weights
 
 
@@ -85,19 +93,30 @@ def stock_inputs(
     call = checked_call(
         query, key, value, key_mask=frame.key_mask, documents=frame.documents, start=frame.start, bias=bias
     )
-    if bias is None and implementation == "sdpa" and call.is_plain and call.queries in (1, call.keys):
+    plain = bias is None and frame.mask is None and call.is_plain and call.queries in (1, call.keys)
+    if plain and implementation == "sdpa":
         return (query, key, value), None, None
     query, key, value = (wide(x).contiguous() for x in (query, key, value))
     shape = (call.batch, call.heads, call.queries, call.keys)
     dense = None if bias is None else bias.dense().to(query.dtype).expand(shape).contiguous()
-    may = call.mask().expand(call.batch, -1, -1, -1).contiguous()
-    if implementation == "flex_attention":
-        block = create_block_mask(
-            lambda b, h, q, k: may[b, 0, q, k], call.batch, None, call.queries, call.keys, device=query.device.type
-        )
-        return (query, key, value), block, dense
-    mask = torch.zeros_like(may, dtype=query.dtype).masked_fill(~may, torch.finfo(query.dtype).min)
-    return (query, key, value), mask, dense
+    mask = _added(call.mask() if frame.mask is None else frame.mask, query.dtype).expand(call.batch, -1, -1, -1)
+    if implementation != "flex_attention":
+        return (query, key, value), mask.contiguous(), dense
+    seen = (mask > torch.finfo(mask.dtype).min).expand(-1, call.heads, -1, -1).contiguous()
+    block = create_block_mask(
+        lambda b, h, q, k: seen[b, h, q, k], call.batch, call.heads, call.queries, call.keys, device=query.device.type
+    )
+    if frame.mask is not None and frame.mask.is_floating_point():
+        dense = (mask.where(seen, 0) if dense is None else dense + mask.where(seen, 0)).contiguous()
+    return (query, key, value), block, dense
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Float[Tensor, "#batch #head query key"]:
+    """A mask as numbers to add: the smallest one of the dtype where a key must not be seen."""
+    lowest = torch.finfo(dtype).min
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, lowest)
+    return mask.to(dtype).masked_fill(mask <= torch.finfo(mask.dtype).min, lowest)
 
 
 AttentionInterface.register(NAME, lengthwise_attention)

@@ -6,12 +6,12 @@ Order in the tensor decides causality, documents decide who may meet, positions 
 - A cached token's position is counted back from the first new token; below 0 it is an earlier document's.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lengthwise.encodings.base import Slot
@@ -30,6 +30,8 @@ class Frame:
     """The slot of the first query."""
     room: bool
     """Whether slots may follow the queries, as in a static cache under compilation."""
+    mask: Bool[Tensor, "#batch #head query key"] | Float[Tensor, "#batch #head query key"] | None = None
+    """An explicit mask, which replaces causality, padding and documents: True where seen, or numbers to add."""
 
     @property
     def keys(self) -> int:
@@ -85,6 +87,21 @@ def make_frame(
         if eager and (documents == documents[:, :1]).all():
             documents = None
     return Frame(query=query, key=key, key_mask=mask, documents=documents, past=past, room=room)
+
+
+def with_mask(frame: Frame, mask: Tensor, batch: int, heads: int, capacity: int | None) -> Frame:
+    """The frame with an explicit mask, which under a static cache may cover the whole of it or what is filled."""
+    queries, keys, numbers = frame.query.shape[1], frame.keys, mask.is_floating_point()
+    fits = mask.shape[-1] <= keys if torch.compiler.is_compiling() else mask.shape[-1] in (keys, capacity)
+    fits = fits and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads) and mask.shape[2] == queries
+    if not fits or not (numbers or mask.dtype == torch.bool):
+        raise ValueError(
+            f"expected a boolean or floating-point attention_mask ({batch}, 1 or {heads}, {queries}, {keys}), got "
+            f"{tuple(mask.shape)} of {mask.dtype}"
+        )
+    hidden = torch.finfo(mask.dtype).min if numbers else False
+    mask = F.pad(mask[..., :keys], (0, max(0, keys - mask.shape[-1])), value=hidden)
+    return replace(frame, mask=mask.to(frame.key.device), documents=None)
 
 
 def _place(

@@ -10,7 +10,7 @@ Weights have GPT-2's names, so its checkpoints load; `learned` is `transformer.w
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
-from transformers.utils.generic import can_return_tuple
+from transformers.utils.generic import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from lengthwise.bias import Bias
@@ -32,7 +32,7 @@ from lengthwise.encodings.registry import build
 from lengthwise.model.attention import NAME, eager_attention, stock_inputs
 from lengthwise.model.cache import remember
 from lengthwise.model.configuration import LengthwiseConfig
-from lengthwise.model.frame import Frame, make_frame
+from lengthwise.model.frame import Frame, make_frame, with_mask
 from lengthwise.model.loading import checked_checkpoint, checked_loading
 from lengthwise.model.losses import head_loss
 
@@ -104,14 +104,19 @@ class LengthwiseAttention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, encoding: Encoding, frame: Frame, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         implementation = self.config._attn_implementation
+        if encoding.overrides("rescore"):
+            kwargs["rescore"] = encoding.rescore
+        if implementation == NAME and frame.mask is not None:
+            # A mask that says of every pair who sees whom is a matrix, and so is all else then.
+            implementation = "eager"
         attention: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
             implementation, eager_attention
         )
         if implementation == NAME:
-            rescore = encoding.rescore if encoding.overrides("rescore") else None
-            return attention(self, q, k, v, None, bias=bias, rescore=rescore, frame=frame, **kwargs)
+            return attention(self, q, k, v, None, bias=bias, frame=frame, **kwargs)
         qkv, mask, dense = stock_inputs(q, k, v, bias, frame, implementation=implementation)
-        return attention(self, *qkv, mask, scaling=self.scaling, dropout=0.0, position_bias=dense, **kwargs)
+        out, weights = attention(self, *qkv, mask, scaling=self.scaling, dropout=0.0, position_bias=dense, **kwargs)
+        return out, None if weights is None else weights.to(q.dtype)
 
 
 class LengthwiseMLP(nn.Module):
@@ -160,22 +165,35 @@ class LengthwisePreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": LengthwiseBlock, "attentions": LengthwiseAttention}
-    _keep_in_fp32_modules_strict = ["encoding"]
 
     def __init__(self, config: LengthwiseConfig, *args: Any, **kwargs: Any) -> None:
         config.check()
+        # Stock kernels add to the scores and cannot replace them.
+        self._supports_sdpa = self._supports_flex_attn = not config.rescores
         super().__init__(config, *args, **kwargs)
+
+    def post_init(self) -> None:
+        """As in transformers; what an encoding learns stays in float32, under the name that it has here."""
+        parts = {part for name in self.state_dict() for part in name.split(".")}
+        self._keep_in_fp32_modules_strict = parts & {"encoding", "wpe"}
+        super().post_init()
 
     @classmethod
     def from_pretrained(
         cls, pretrained_model_name_or_path: Any, *model_args: Any, output_loading_info: bool = False, **kwargs: Any
     ) -> Any:
-        """As in transformers, but a checkpoint that does not fit, or is a pickle, is refused and the reason given."""
+        """As in transformers, but a checkpoint that does not fit, or is a pickle, is refused and the reason given.
+
+        Who asks for the loading info gets it in place of a refusal.
+        """
         name = pretrained_model_name_or_path
         checked_checkpoint(name, kwargs)
         loaded: Any = super().from_pretrained(name, *model_args, output_loading_info=True, **kwargs)
-        checked_loading(name, loaded[1])
-        return loaded if output_loading_info else loaded[0]
+        if output_loading_info:
+            return loaded
+        if name is not None:
+            checked_loading(name, loaded[1])
+        return loaded[0]
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
         """Ours if none is asked for; a refusal by name of those that take no bias, or would drop a rescore."""
@@ -183,15 +201,12 @@ class LengthwisePreTrainedModel(PreTrainedModel):
             return NAME
         known = ["eager", *(n for n in ALL_ATTENTION_FUNCTIONS.valid_keys() if "flash" not in n and "paged" not in n)]
         if attn_implementation not in known:
-            why = "flash attention takes no bias" if "flash" in attn_implementation else "it is not known here"
+            why = "it takes no bias" if "flash" in attn_implementation else f"known are {', '.join(map(repr, known))}"
+            raise ValueError(f'Specified `attn_implementation="{attn_implementation}"` is not supported: {why}.')
+        if self.config.rescores and attn_implementation != "eager":
             raise ValueError(
-                f"attention {attn_implementation!r} cannot run a Lengthwise model: {why}. "
-                f"Use {NAME!r}, which is the default, or one of {', '.join(map(repr, known))}."
-            )
-        if self.config.rescores:
-            raise ValueError(
-                f"attention {attn_implementation!r} cannot run the encoding {self.config.encoding!r}, which replaces "
-                f"the scores: stock attention only adds to them. Use {NAME!r}, which is the default."
+                f'Specified `attn_implementation="{attn_implementation}"` is not supported by the encoding '
+                f"{self.config.encoding!r}, which replaces the scores: expected {NAME!r} or 'eager'."
             )
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
 
@@ -239,7 +254,7 @@ class LengthwiseModel(LengthwisePreTrainedModel):
         self.post_init()
 
     @capture_outputs  # type: ignore[untyped-decorator]
-    def forward(
+    def forward(  # type: ignore[misc]
         self,
         input_ids: Int[Tensor, "batch query"] | None = None,
         attention_mask: Tensor | None = None,
@@ -247,7 +262,7 @@ class LengthwiseModel(LengthwisePreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Float[Tensor, "batch query width"] | None = None,
         use_cache: bool | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
         """The tokens after the last layer, and the cache if there is one."""
         tokens = checked_input(input_ids, inputs_embeds)
@@ -285,24 +300,26 @@ class LengthwiseModel(LengthwisePreTrainedModel):
     def _frame(
         self, tokens: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Cache | None
     ) -> Frame:
-        if cache is None:
-            return make_frame(tokens, attention_mask=attention_mask, position_ids=position_ids)
-        if not isinstance(cache, Cache):
+        explicit = attention_mask if attention_mask is not None and attention_mask.ndim == 4 else None
+        if cache is not None and not isinstance(cache, Cache):
             raise TypeError(
                 f"past_key_values must be a Cache of transformers; a {type(cache).__name__} came. Use DynamicCache()."
             )
         # A static cache hands out the counter that it goes on to raise.
-        past = cache.get_seq_length()
+        past = 0 if cache is None else cache.get_seq_length()
         past = past.clone() if isinstance(past, Tensor) else past
-        capacity = cache.get_mask_sizes(tokens.shape[1], 0)[0] if cache.is_compileable else None
-        return make_frame(
+        capacity = None
+        if cache is not None and cache.is_compileable:
+            capacity = cache.get_mask_sizes(tokens.shape[1], 0)[0]
+        frame = make_frame(
             tokens,
-            attention_mask=attention_mask,
+            attention_mask=attention_mask if explicit is None else None,
             position_ids=position_ids,
             past=past,
             capacity=capacity,
-            cached=True,
+            cached=cache is not None,
         )
+        return frame if explicit is None else with_mask(frame, explicit, tokens.shape[0], self.config.n_head, capacity)
 
 
 class LengthwiseForCausalLM(LengthwisePreTrainedModel, GenerationMixin):
@@ -317,7 +334,7 @@ class LengthwiseForCausalLM(LengthwisePreTrainedModel, GenerationMixin):
         self.post_init()
 
     @can_return_tuple  # type: ignore[untyped-decorator]
-    def forward(
+    def forward(  # type: ignore[misc]
         self,
         input_ids: Int[Tensor, "batch query"] | None = None,
         attention_mask: Tensor | None = None,
@@ -327,7 +344,7 @@ class LengthwiseForCausalLM(LengthwisePreTrainedModel, GenerationMixin):
         labels: Int[Tensor, "batch query"] | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """Logits, and the loss of predicting each label from the tokens before it, as in transformers."""
         out = self.transformer(
@@ -372,8 +389,8 @@ class LengthwiseForCausalLM(LengthwisePreTrainedModel, GenerationMixin):
     @staticmethod
     def create_masks_for_generate(*, attention_mask: Tensor | None, past_key_values: Cache, **kwargs: Any) -> Any:
         """The padding mask itself, as long as the static cache, so that its shape does not change while decoding."""
-        if attention_mask is None:
-            return None
+        if attention_mask is None or attention_mask.ndim == 4:
+            return attention_mask
         capacity, _ = past_key_values.get_mask_sizes(1, 0)
         return F.pad(attention_mask, (0, capacity - attention_mask.shape[1]))
 
