@@ -14,7 +14,7 @@ files, the page and pictures all use that one description. It is a pytree.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
@@ -136,7 +136,7 @@ def rebuild(kind: str, tensors: Mapping[str, Tensor], static: Mapping[str, Stati
     """A description from what `tensors()` and `static()` gave, checked: it may come from a file."""
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}; known: {', '.join(KINDS)}")
-    return _build(KINDS[kind], {**tensors, **static}, "", lambda cls, values: cls(**values))
+    return _build(KINDS[kind], {**tensors, **static}, "", _checked)
 
 
 def _parts(x: Description, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -181,11 +181,17 @@ def _built_part(name: str, parts: Mapping[str, Any], make: Callable[[type[Any], 
     return value
 
 
+def _checked(cls: type[Any], values: dict[str, Any]) -> Any:
+    """What was None has no part; where a field has no default that is said."""
+    absent = {name: None for name, default in cls.field_defaults.items() if default is MISSING}
+    return cls(**(absent | values))
+
+
 def _unchecked(cls: type[Any], values: dict[str, Any]) -> Any:
     """What comes out of a description that was checked needs no second check, and a pytree's leaves may be anything."""
     made = object.__new__(cls)
     for name, default in cls.field_defaults.items():
-        object.__setattr__(made, name, values.get(name, default))
+        object.__setattr__(made, name, values.get(name, None if default is MISSING else default))
     return made
 
 

@@ -20,7 +20,8 @@ def describe(value: object) -> str:
 
 def check_int(name: str, value: object, advice: str = "", least: int = 1) -> None:
     """An int, `least` or more."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    # In an exported graph an int may be a symbol.
+    if not isinstance(value, int | torch.SymInt) or isinstance(value, bool) or value < least:
         kind = "a positive int" if least == 1 else f"an int, {least} or more"
         raise ValueError(_message(f"{name} must be {kind}, got {describe(value)}", advice))
 

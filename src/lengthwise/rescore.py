@@ -71,6 +71,8 @@ class HeadNetwork(Rescore):
         self, content: Tensor, bias: Tensor, q: Tensor, k: Tensor, mask: Tensor, rows: slice = slice(None)
     ) -> Tensor:
         """A + B + f([A; B])."""
+        # It sees all heads of a pair at once: a pair counts if some head sees it.
+        mask = mask.any(1, keepdim=True)
         hidden = F.leaky_relu(_along_heads(self.weight_in, self.bias_in, torch.cat([content, bias], 1)), LEAK)
         return content + bias + _along_heads(self.weight_out, self.bias_out, hidden.masked_fill(~mask, 0))
 

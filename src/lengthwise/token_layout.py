@@ -137,10 +137,10 @@ class TokenLayout:
                 )
         else:
             _check_start(start, queries, keys)
-        among = not isinstance(start, int) or 0 <= start <= keys - queries
+        among = isinstance(start, Tensor) or 0 <= start <= keys - queries
         if documents is not None and not among:
             raise ValueError("documents need queries that are among the keys; make that layout and take layout.keys")
-        own = _slots(start, queries, query.device) if not isinstance(start, int) else slice(start, start + queries)
+        own = _slots(start, queries, query.device) if isinstance(start, Tensor) else slice(start, start + queries)
         placed = cls(
             query=query,
             key=key,
@@ -192,7 +192,7 @@ class TokenLayout:
     @property
     def queries_last(self) -> bool:
         """Whether the queries are known to be the last keys."""
-        return isinstance(self.start, int) and self.start == self.key_count - self.query_count
+        return not isinstance(self.start, Tensor) and self.start == self.key_count - self.query_count
 
     @property
     def is_plain(self) -> bool:
@@ -230,8 +230,8 @@ class TokenLayout:
         alone = replace(
             self,
             key=self.query,
-            key_start=self.query_start if isinstance(self.query_start, int) else 0,
-            query_start=self.query_start if isinstance(self.query_start, int) else 0,
+            key_start=0 if isinstance(self.query_start, Tensor) else self.query_start,
+            query_start=0 if isinstance(self.query_start, Tensor) else self.query_start,
             key_mask=self.query_mask,
             key_documents=self.query_documents,
             mask=None,
@@ -256,7 +256,7 @@ class TokenLayout:
         if not self._counts_tokens:
             slots = torch.arange(self.key_start, self.key_start + self.key_count, device=self.key.device)
             return (self.query_slots() + self.key_start)[None], slots[None]
-        if isinstance(self.start, int) and not 0 <= self.start <= self.key_count - self.query_count:
+        if not isinstance(self.start, Tensor) and not 0 <= self.start <= self.key_count - self.query_count:
             raise ValueError("tokens can only be counted where the queries are among the keys; use layout.keys")
         key_index = number_in_document(self.key_mask, self.key_documents)
         return key_index.index_select(1, self.query_slots()), key_index
@@ -447,10 +447,10 @@ def _check_start(start: object, queries: int, keys: int) -> None:
     if isinstance(start, Tensor):
         valid = start.ndim == 0 and kind_of(start) == "integer"
     else:
-        valid = isinstance(start, int) and not isinstance(start, bool)
+        valid = isinstance(start, int | torch.SymInt) and not isinstance(start, bool)
     if not valid:
         raise ValueError(f"start must be an int or an integer tensor without axes, got {describe(start)}")
-    if isinstance(start, int) and not (0 <= start <= keys - queries or start >= keys):
+    if not isinstance(start, Tensor) and not (0 <= start <= keys - queries or start >= keys):
         raise ValueError(
             f"start must be the slot of the first of {queries} queries, among {keys} keys or behind all of them, "
             f"got {start}"

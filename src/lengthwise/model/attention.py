@@ -31,23 +31,26 @@ def lengthwise_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
+    layout: TokenLayout | None = None,
     bias: Bias | None = None,
     rescore: Rescore | None = None,
-    layout: TokenLayout | None = None,
+    logit_scale: Tensor | None = None,
+    sink: Tensor | None = None,
     output_attentions: bool = False,
     **kwargs: Any,
 ) -> Output:
     """`lw.attend` under transformers' signature; the weights only if asked for, by the reference."""
     if layout is None:
         raise NotImplementedError(
-            "attention 'lengthwise' needs to know where tokens stand, which only Lengthwise models tell; "
-            f"{type(module).__name__} called it. Use 'sdpa' there."
+            f"attention 'lengthwise' needs a layout of the tokens, which only Lengthwise models give, got none from "
+            f"{type(module).__name__}; use 'sdpa' there"
         )
+    parts: dict[str, Any] = {"bias": bias, "rescore": rescore, "logit_scale": logit_scale, "sink": sink}
     if output_attentions:
-        explanation = explain(query, key, value, layout=layout, bias=bias, rescore=rescore)
+        explanation = explain(query, key, value, layout=layout, **parts)
         assert explanation.weights is not None
         return explanation.out.transpose(1, 2), explanation.weights.to(query.dtype)
-    return attend(query, key, value, layout=layout, bias=bias, rescore=rescore).transpose(1, 2), None
+    return attend(query, key, value, layout=layout, **parts).transpose(1, 2), None
 
 
 def lengthwise_mask(*, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
@@ -61,17 +64,10 @@ def eager_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    *,
-    scaling: float,
-    position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> Output:
     """Attention in plain matrices, for those who want the weights."""
-    scores = scaling * query @ key.transpose(-1, -2)
-    for term in (position_bias, attention_mask):
-        scores = scores if term is None else scores + term
-    weights = scores.softmax(-1)
-    return (weights @ value).transpose(1, 2), weights
+    return lengthwise_attention(module, query, key, value, None, **(kwargs | {"output_attentions": True}))
 
 
 def stock_inputs(
@@ -88,14 +84,15 @@ def stock_inputs(
     query, key, value = (at_least_float32(x).contiguous() for x in (query, key, value))
     shape = (call.batch, call.heads, call.queries, call.keys)
     dense = None if bias is None else bias.dense().to(query.dtype).expand(shape).contiguous()
-    may = call.visibility.mask().expand(call.batch, -1, -1, -1).contiguous()
-    if implementation == "flex_attention":
-        block = create_block_mask(
-            lambda b, h, q, k: may[b, 0, q, k], call.batch, None, call.queries, call.keys, device=query.device.type
-        )
-        return (query, key, value), block, dense
-    mask = torch.zeros_like(may, dtype=query.dtype).masked_fill(~may, torch.finfo(query.dtype).min)
-    return (query, key, value), mask, dense
+    visible = call.visibility.mask().expand(call.batch, -1, -1, -1)
+    if implementation != "flex_attention":
+        mask = torch.zeros_like(visible, dtype=query.dtype).masked_fill(~visible, torch.finfo(query.dtype).min)
+        return (query, key, value), mask.contiguous(), dense
+    every = visible.expand(shape).contiguous()
+    block = create_block_mask(
+        lambda b, h, q, k: every[b, h, q, k], call.batch, call.heads, call.queries, call.keys, device=query.device.type
+    )
+    return (query, key, value), block, dense
 
 
 AttentionInterface.register(NAME, lengthwise_attention)

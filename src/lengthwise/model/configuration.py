@@ -38,6 +38,7 @@ class LengthwiseConfig(PreTrainedConfig):
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     attribute_map: ClassVar[dict[str, str]] = {
         "hidden_size": "n_embd",
+        "layer_norm_eps": "layer_norm_epsilon",
         "max_position_embeddings": "n_positions",
         "num_attention_heads": "n_head",
         "num_hidden_layers": "n_layer",
@@ -123,7 +124,7 @@ class LengthwiseConfig(PreTrainedConfig):
         """An error for a keyword that was meant for a field or an encoding: transformers would keep it unread."""
         known = [field.name for field in fields(cls)]
         owners = {option: name for name, encoding in ENCODINGS.items() for option in encoding.options()}
-        for name in kwargs:
+        for name in kwargs.keys() - cls.attribute_map.keys():
             if name in owners:
                 raise TypeError(
                     f"{name!r} is not a field of the config; it is an option of the encoding {owners[name]!r}. "

@@ -5,6 +5,7 @@
 - A cached token's position is counted back from the first new token; below 0 it is an earlier document's.
 """
 
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from lengthwise.bias import DenseBias, at_least_float32
 from lengthwise.token_layout import Positions, Slot, TokenLayout, layout
 
 
@@ -52,6 +54,33 @@ def make_layout(
         if eager and (documents == documents[:, :1]).all():
             documents = None
     return TokenLayout.of(query, key, key_mask=mask, documents=documents, start=past)
+
+
+def with_mask(layout: TokenLayout, mask: Tensor, batch: int, heads: int, capacity: int | None) -> TokenLayout:
+    """The layout with an explicit mask, True where a key is seen, in place of causality, padding and documents.
+
+    Under a static cache the mask may cover the whole of it or what is filled.
+    """
+    queries, keys = layout.query_count, layout.key_count
+    fits = mask.shape[-1] <= keys if torch.compiler.is_compiling() else mask.shape[-1] in (keys, capacity)
+    fits = fits and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads) and mask.shape[2] == queries
+    if not fits or not (mask.is_floating_point() or mask.dtype == torch.bool):
+        raise ValueError(
+            f"attention_mask must be boolean or floating-point, ({batch}, 1 or {heads}, {queries}, {keys}), got "
+            f"{tuple(mask.shape)} of {mask.dtype}"
+        )
+    visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+    visible = F.pad(visible[..., :keys], (0, max(0, keys - mask.shape[-1])))
+    return replace(layout, mask=visible.to(layout.key.device), query_documents=None, key_documents=None)
+
+
+def added_by(mask: Tensor, layout: TokenLayout) -> DenseBias | None:
+    """What an explicit mask of numbers adds to the scores of the keys that it leaves visible."""
+    if not mask.is_floating_point():
+        return None
+    assert layout.mask is not None
+    padded = F.pad(mask[..., : layout.key_count], (0, max(0, layout.key_count - mask.shape[-1])))
+    return DenseBias(at_least_float32(padded).masked_fill(~layout.mask, 0))
 
 
 def _place(

@@ -10,7 +10,7 @@ Weights have GPT-2's names, so its checkpoints load; `learned` is `transformer.w
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -23,19 +23,18 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
-from transformers.utils.generic import can_return_tuple
+from transformers.utils.generic import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from lengthwise.bias import Bias
+from lengthwise.bias import Bias, SumBias
 from lengthwise.encodings import Encoding
 from lengthwise.encodings.registry import build
 from lengthwise.model.attention import NAME, eager_attention, stock_inputs
-from lengthwise.model.cache import channels, remember
+from lengthwise.model.cache import remember
 from lengthwise.model.configuration import LengthwiseConfig
-from lengthwise.model.layout import make_layout
+from lengthwise.model.layout import added_by, make_layout, with_mask
 from lengthwise.model.loading import checked_checkpoint, checked_loading
 from lengthwise.model.losses import head_loss
-from lengthwise.rescore import Rescore
 from lengthwise.token_layout import TokenLayout
 
 logger = logging.get_logger(__name__)
@@ -72,6 +71,7 @@ class LengthwiseAttention(nn.Module):
         *,
         encoding: Encoding | None = None,
         bias: Bias | None = None,
+        added: Bias | None = None,
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
@@ -84,13 +84,26 @@ class LengthwiseAttention(nn.Module):
         if encoding.overrides("rotate") and not late:
             q, k = encoding.rotate(q, k, layout.new_tokens())
         if past_key_values is not None:
-            k, v, state = remember(past_key_values, self.layer_idx, k, v, state, layout.key_count)
+            k, v, state = remember(past_key_values, self.layer_idx, k, v, state)
+        # Without the room that a static cache has behind; weights cover it, as everywhere in transformers.
+        room = k.shape[2] - layout.key_count
+        if room:
+            k, v = k[:, :, : layout.key_count], v[:, :, : layout.key_count]
+            state = state and {name: numbers[:, :, : layout.key_count] for name, numbers in state.items()}
         if encoding.overrides("rotate") and late:
             q, k = encoding.rotate(q, k, layout, state)
         if bias is None:
             bias = encoding.bias(x, layout, state)
-        rescore = encoding.rescore(x, layout, state)
-        out, weights = self._attend(q, k, v, bias, encoding, layout, rescore=rescore, **kwargs)
+        if added is not None:
+            bias = added if bias is None else SumBias((bias, added))
+        parts: dict[str, Any] = {
+            "rescore": encoding.rescore(x, layout, state),
+            "logit_scale": encoding.logit_scale(x, layout),
+            "sink": encoding.sink(x),
+        }
+        out, weights = self._attend(q, k, v, bias, encoding, layout, **parts, **kwargs)
+        if room and weights is not None:
+            weights = F.pad(weights, (0, room))
         out = self.c_proj(out.to(x.dtype).flatten(2))
         return self.resid_dropout(out), weights
 
@@ -102,18 +115,17 @@ class LengthwiseAttention(nn.Module):
         bias: Bias | None,
         encoding: Encoding,
         layout: TokenLayout,
-        *,
-        rescore: Rescore | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         implementation = self.config._attn_implementation
         attention: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
             implementation, eager_attention
         )
-        if implementation == NAME:
-            return attention(self, q, k, v, None, bias=bias, rescore=rescore, layout=layout, **kwargs)
+        if implementation in (NAME, "eager"):
+            return attention(self, q, k, v, None, bias=bias, layout=layout, **kwargs)
         qkv, mask, dense = stock_inputs(q, k, v, bias, layout, implementation=implementation)
-        return attention(self, *qkv, mask, scaling=self.scaling, dropout=0.0, position_bias=dense, **kwargs)
+        out, weights = attention(self, *qkv, mask, scaling=self.scaling, dropout=0.0, position_bias=dense, **kwargs)
+        return out, None if weights is None else weights.to(q.dtype)
 
 
 class LengthwiseMLP(nn.Module):
@@ -162,22 +174,35 @@ class LengthwisePreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": LengthwiseBlock, "attentions": LengthwiseAttention}
-    _keep_in_fp32_modules_strict = ["encoding"]
 
     def __init__(self, config: LengthwiseConfig, *args: Any, **kwargs: Any) -> None:
         config.check()
+        # Stock kernels add to the scores and cannot replace them.
+        self._supports_sdpa = self._supports_flex_attn = not config.rescores
         super().__init__(config, *args, **kwargs)
+
+    def post_init(self) -> None:
+        """As in transformers; what an encoding learns stays in float32, under the name that it has here."""
+        parts = {part for name in self.state_dict() for part in name.split(".")}
+        self._keep_in_fp32_modules_strict = parts & {"encoding", "wpe"}
+        super().post_init()
 
     @classmethod
     def from_pretrained(
         cls, pretrained_model_name_or_path: Any, *model_args: Any, output_loading_info: bool = False, **kwargs: Any
     ) -> Any:
-        """As in transformers, but a checkpoint that does not fit, or is a pickle, is refused and the reason given."""
+        """As in transformers, but a checkpoint that does not fit, or is a pickle, is refused and the reason given.
+
+        Who asks for the loading info gets it in place of a refusal.
+        """
         name = pretrained_model_name_or_path
         checked_checkpoint(name, kwargs)
         loaded: Any = super().from_pretrained(name, *model_args, output_loading_info=True, **kwargs)
-        checked_loading(name, loaded[1])
-        return loaded if output_loading_info else loaded[0]
+        if output_loading_info:
+            return loaded
+        if name is not None:
+            checked_loading(name, loaded[1])
+        return loaded[0]
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
         """Ours if none is asked for; a refusal by name of those that take no bias, or would drop a rescore."""
@@ -185,15 +210,12 @@ class LengthwisePreTrainedModel(PreTrainedModel):
             return NAME
         known = ["eager", *(n for n in ALL_ATTENTION_FUNCTIONS.valid_keys() if "flash" not in n and "paged" not in n)]
         if attn_implementation not in known:
-            why = "flash attention takes no bias" if "flash" in attn_implementation else "it is not known here"
+            why = "it takes no bias" if "flash" in attn_implementation else f"known are {', '.join(map(repr, known))}"
+            raise ValueError(f'Specified `attn_implementation="{attn_implementation}"` is not supported: {why}.')
+        if self.config.rescores and attn_implementation != "eager":
             raise ValueError(
-                f"attention {attn_implementation!r} cannot run a Lengthwise model: {why}. "
-                f"Use {NAME!r}, which is the default, or one of {', '.join(map(repr, known))}."
-            )
-        if self.config.rescores:
-            raise ValueError(
-                f"attention {attn_implementation!r} cannot run the encoding {self.config.encoding!r}, which replaces "
-                f"the scores: stock attention only adds to them. Use {NAME!r}, which is the default."
+                f'Specified `attn_implementation="{attn_implementation}"` is not supported by the encoding '
+                f"{self.config.encoding!r}, which replaces the scores: expected {NAME!r} or 'eager'."
             )
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
 
@@ -241,7 +263,7 @@ class LengthwiseModel(LengthwisePreTrainedModel):
         self.post_init()
 
     @capture_outputs  # type: ignore[untyped-decorator]
-    def forward(
+    def forward(  # type: ignore[misc]
         self,
         input_ids: Int[Tensor, "batch query"] | None = None,
         attention_mask: Tensor | None = None,
@@ -249,7 +271,7 @@ class LengthwiseModel(LengthwisePreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Float[Tensor, "batch query width"] | None = None,
         use_cache: bool | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
         """The tokens after the last layer, and the cache if there is one."""
         tokens = checked_input(input_ids, inputs_embeds)
@@ -261,7 +283,7 @@ class LengthwiseModel(LengthwisePreTrainedModel):
             use_cache = False
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        layout = self._layout(tokens, attention_mask, position_ids, past_key_values)
+        layout, added = self._layout(tokens, attention_mask, position_ids, past_key_values)
 
         x = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
         encoding = self.wpe if self.config.embeds else getattr(self, "encoding", None)
@@ -277,6 +299,7 @@ class LengthwiseModel(LengthwisePreTrainedModel):
                 layout,
                 encoding=encoding,
                 bias=bias,
+                added=added,
                 past_key_values=past_key_values,
                 output_attentions=bool(weights),
             )
@@ -286,25 +309,31 @@ class LengthwiseModel(LengthwisePreTrainedModel):
 
     def _layout(
         self, tokens: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Cache | None
-    ) -> TokenLayout:
-        if cache is None:
-            return make_layout(tokens, attention_mask=attention_mask, position_ids=position_ids)
-        if not isinstance(cache, Cache):
+    ) -> tuple[TokenLayout, Bias | None]:
+        """Where the tokens stand, and what an explicit mask of numbers adds to their scores."""
+        explicit = attention_mask if attention_mask is not None and attention_mask.ndim == 4 else None
+        if cache is not None and not isinstance(cache, Cache):
             raise TypeError(
-                f"past_key_values must be a Cache of transformers; a {type(cache).__name__} came. Use DynamicCache()."
+                f"past_key_values must be a Cache of transformers, e.g. DynamicCache(), got a {type(cache).__name__}"
             )
         # A static cache hands out the counter that it goes on to raise.
-        past = cache.get_seq_length()
+        past = 0 if cache is None else cache.get_seq_length()
         past = past.clone() if isinstance(past, Tensor) else past
-        capacity = cache.get_mask_sizes(tokens.shape[1], 0)[0] if cache.is_compileable else None
-        return make_layout(
+        capacity = None
+        if cache is not None and cache.is_compileable:
+            capacity = cache.get_mask_sizes(tokens.shape[1], 0)[0]
+        layout = make_layout(
             tokens,
-            attention_mask=attention_mask,
+            attention_mask=attention_mask if explicit is None else None,
             position_ids=position_ids,
             past=past,
             capacity=capacity,
-            cached=True,
+            cached=cache is not None,
         )
+        if explicit is None:
+            return layout, None
+        layout = with_mask(layout, explicit, tokens.shape[0], self.config.n_head, capacity)
+        return layout, added_by(explicit, layout)
 
 
 class LengthwiseForCausalLM(LengthwisePreTrainedModel, GenerationMixin):
@@ -319,7 +348,7 @@ class LengthwiseForCausalLM(LengthwisePreTrainedModel, GenerationMixin):
         self.post_init()
 
     @can_return_tuple  # type: ignore[untyped-decorator]
-    def forward(
+    def forward(  # type: ignore[misc]
         self,
         input_ids: Int[Tensor, "batch query"] | None = None,
         attention_mask: Tensor | None = None,
@@ -329,7 +358,7 @@ class LengthwiseForCausalLM(LengthwisePreTrainedModel, GenerationMixin):
         labels: Int[Tensor, "batch query"] | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """Logits, and the loss of predicting each label from the tokens before it, as in transformers."""
         out = self.transformer(
@@ -374,17 +403,10 @@ class LengthwiseForCausalLM(LengthwisePreTrainedModel, GenerationMixin):
     @staticmethod
     def create_masks_for_generate(*, attention_mask: Tensor | None, past_key_values: Cache, **kwargs: Any) -> Any:
         """The padding mask itself, as long as the static cache, so that its shape does not change while decoding."""
-        if attention_mask is None:
-            return None
+        if attention_mask is None or attention_mask.ndim == 4:
+            return attention_mask
         capacity, _ = past_key_values.get_mask_sizes(1, 0)
         return F.pad(attention_mask, (0, capacity - attention_mask.shape[1]))
-
-    def _get_static_cache_init_shape(self) -> tuple[int, int]:
-        """Heads and the width of a key with its state."""
-        transformer = self.transformer
-        encoding = next(part for part in transformer.modules() if isinstance(part, Encoding))
-        state = encoding.state(transformer.wte.weight[:1, None])
-        return self.config.n_head, self.config.head_dim + channels(len(state or ()), self.dtype)
 
 
 def checked_input(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
