@@ -71,7 +71,7 @@ class Description:
     """
 
     field_defaults: ClassVar[dict[str, Any]]
-    """Its fields by name, in order, with their defaults; set by `described`."""
+    """Its fields by name, in order, with their defaults, None where there is none; set by `described`."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything a gradient or a file needs, by name."""
@@ -112,7 +112,7 @@ KINDS: dict[str, type[Description]] = {}
 
 def described(cls: type[Any]) -> type[Any]:
     """Register a dataclass as a Description: by name, and as a pytree. A decorator."""
-    cls.field_defaults = {part.name: part.default for part in fields(cls)}
+    cls.field_defaults = {part.name: None if part.default is MISSING else part.default for part in fields(cls)}
     KINDS[cls.__name__] = cls
 
     def flatten(x: Any) -> tuple[list[Tensor], tuple[tuple[str, Any], ...]]:
@@ -136,7 +136,7 @@ def rebuild(kind: str, tensors: Mapping[str, Tensor], static: Mapping[str, Stati
     """A description from what `tensors()` and `static()` gave, checked: it may come from a file."""
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}; known: {', '.join(KINDS)}")
-    return _build(KINDS[kind], {**tensors, **static}, "", _checked)
+    return _build(KINDS[kind], {**tensors, **static}, "", lambda cls, values: cls(**(cls.field_defaults | values)))
 
 
 def _parts(x: Description, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -181,17 +181,11 @@ def _built_part(name: str, parts: Mapping[str, Any], make: Callable[[type[Any], 
     return value
 
 
-def _checked(cls: type[Any], values: dict[str, Any]) -> Any:
-    """What was None has no part; where a field has no default that is said."""
-    absent = {name: None for name, default in cls.field_defaults.items() if default is MISSING}
-    return cls(**(absent | values))
-
-
 def _unchecked(cls: type[Any], values: dict[str, Any]) -> Any:
     """What comes out of a description that was checked needs no second check, and a pytree's leaves may be anything."""
     made = object.__new__(cls)
     for name, default in cls.field_defaults.items():
-        object.__setattr__(made, name, values.get(name, None if default is MISSING else default))
+        object.__setattr__(made, name, values.get(name, default))
     return made
 
 

@@ -186,7 +186,8 @@ def _backward(
 
 def _gradients_in_order(parts: Parts, gradients: Mapping[str, Tensor]) -> list[Tensor]:
     names = ["q", "k", "v", *(name for name, x in parts.tensors.items() if x.requires_grad)]
-    return [gradients[name] for name in names]
+    # An operator promises its strides, whatever those of its arguments are.
+    return [gradients[name].contiguous() for name in names]
 
 
 @_backward.register_fake

@@ -320,7 +320,11 @@ class LevelTerm(Term):
         """Of levels, their rests and slopes, summed where they are shared."""
         sums = {"query": self.d_query, "key": self.d_key, "slope": self.d_slope}
         learned = {name: x for name, x in self.bias.tensors().items() if x.requires_grad}
-        return {name: sums[name.partition("_")[0]].sum_to_size(x.shape).to(x.dtype) for name, x in learned.items()}
+        # A level and its rest have the same gradient, each in memory of its own.
+        return {
+            name: sums[name.partition("_")[0]].sum_to_size(x.shape).to(x.dtype, copy=True)
+            for name, x in learned.items()
+        }
 
     def _difference(self, where: Where) -> Tensor:
         query = _at(self.query, where.batch, where.absolute)[:, where.rows, None]
