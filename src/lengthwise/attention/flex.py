@@ -37,6 +37,8 @@ from lengthwise.token_layout import TokenLayout
 BLOCK = 128
 """Blocks of queries and keys that the kernel leaves out, masks, or takes whole."""
 LEAST_ROOM = 512
+FAR = 2**31
+"""No end of a band."""
 KERNELS = 1024
 """Every kind of bias, mask and room is a kernel of its own; past dynamo's own limit it would fall back unseen."""
 
@@ -130,9 +132,8 @@ def _score(call: AttentionCall, terms: tuple[Bias, ...]) -> Callable[..., Tensor
     if not terms and call.softcap is None and call.logit_scale is None:
         return None
     entries = tuple(ENTRIES[type(term)](term, call) for term in terms)
-    softcap, factor = call.softcap, None
-    if call.logit_scale is not None:
-        factor = _per_head(at_least_float32(call.logit_scale), call)
+    softcap = None if call.softcap is None else torch.full((), call.softcap, dtype=torch.float32, device=call.q.device)
+    factor = None if call.logit_scale is None else _per_head(at_least_float32(call.logit_scale), call)
 
     def score(content: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         if softcap is not None:
@@ -242,7 +243,7 @@ def _per_pair(x: Tensor, call: AttentionCall) -> Tensor:
 
 
 def _number(x: int | Tensor, call: AttentionCall) -> Tensor:
-    """As a tensor, which a kernel does not depend on."""
+    """As a tensor: a kernel would know a plain number, or torch's CPU kernel could not be compiled with an open one."""
     return x if isinstance(x, Tensor) else torch.full((), x, dtype=torch.int64, device=call.q.device)
 
 
@@ -283,7 +284,9 @@ def _visible(call: AttentionCall) -> Entry:
     window = None if visibility.window is None else _number(visibility.window, call)
     key_mask = None if layout.key_mask is None else _per_sequence(layout.key_mask, call)
     mask = None if layout.mask is None else _per_pair(layout.mask, call)
-    bands, documents, indices = visibility.bands, None, None
+    ends = [(band.nearest, band.farthest, band.first, band.chunk) for band in visibility.bands]
+    bands = tuple(tuple(_number(FAR if end is None else end, call) for end in of_band) for of_band in ends)
+    documents = indices = None
     if layout.query_documents is not None and layout.key_documents is not None:
         documents = tuple(_per_sequence(x, call) for x in (layout.query_documents, layout.key_documents))
     if bands:
@@ -304,14 +307,9 @@ def _visible(call: AttentionCall) -> Entry:
             return seen
         query, key = indices[0][b, i], indices[1][b, j]
         inside = j < 0
-        for band in bands:
-            distance = query // band.chunk - key // band.chunk
-            own = distance >= band.nearest
-            if band.farthest is not None:
-                own = own & (distance < band.farthest)
-            if band.first is not None:
-                own = own & (key < band.first)
-            inside = inside | own
+        for nearest, farthest, first, chunk in bands:
+            distance = query // chunk - key // chunk
+            inside = inside | ((distance >= nearest) & (distance < farthest) & (key < first))
         return seen & inside
 
     return visible
