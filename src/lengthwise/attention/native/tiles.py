@@ -51,8 +51,8 @@ COUNTS = (
     *("bands", "mask_batches", "skip", "threads", "term_count"),
 )
 ARRAYS = (
-    *("q", "k", "v", "low", "high", "key_mask", "logit_scale", "sink", "out", "lse", "d_out", "d_lse"),
-    *("d_q", "d_k", "d_v", "d_logit_scale", "d_sink", "visited"),
+    *("q", "k", "v", "low", "high", "key_mask", "logit_scale", "sink", "out", "lse", "peak", "log_total"),
+    *("d_out", "d_lse", "d_q", "d_k", "d_v", "d_logit_scale", "d_sink", "visited"),
 )
 
 Tensors = Mapping[str, Tensor]
@@ -181,7 +181,7 @@ class TilesPlan(Plan):
         tensors = self.tensors | {name: _padded(x.detach()) for name, x in (("q", q), ("k", k), ("v", v))}
         shape = tensors["q"].shape[:3]
         tensors["out"] = tensors["q"].new_empty(*shape, tensors["v"].shape[3])
-        tensors["lse"] = tensors["q"].new_empty(shape)
+        tensors["lse"], tensors["peak"], tensors["log_total"] = tensors["q"].new_empty(3, *shape).unbind()
         tensors["visited"] = torch.zeros(shape[:2], dtype=torch.int64)
         self.problem.run("lengthwise_forward", tensors)
         return tensors
@@ -237,15 +237,15 @@ class _Attention(torch.autograd.Function):
         ctx: Any, plan: TilesPlan, return_lse: bool, q: Tensor, k: Tensor, v: Tensor, *_extras_and_sources: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         found = plan.forward(q, k, v)
+        lse = found.pop("lse")
         del found["visited"]
         ctx.problem, ctx.names = plan.problem, tuple(found)
         ctx.given = tuple((x.shape, x.dtype) for x in (q, k, v))
         ctx.extras = tuple(None if x is None else (x.shape, x.dtype) for x in _extras_and_sources[:2])
         ctx.save_for_backward(*found.values())
         ctx.set_materialize_grads(False)
-        # Copies: backward the kernel reads both again, which the caller may have changed in place by then.
-        out = found["out"][..., : v.shape[3]].to(q.dtype, copy=True)
-        return out, found["lse"].clone() if return_lse else None
+        # A copy: backward the kernel reads its output again, which the caller may have changed in place by then.
+        return found["out"][..., : v.shape[3]].to(q.dtype, copy=True), lse if return_lse else None
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -283,7 +283,7 @@ def _gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> list[Ten
     wanted, learned = iter(needed[5:]), []
     for term in problem.terms:
         learned.append(any([next(wanted) for _ in term.sources]))
-    shape, rows = (counts["batch"], counts["heads"]), tensors["lse"].shape
+    shape, rows = (counts["batch"], counts["heads"]), tensors["peak"].shape
     found = {
         "d_q": torch.zeros_like(tensors["q"]),
         "d_k": tensors["k"].new_zeros(*shape, *tensors["k"].shape[2:]),
