@@ -708,6 +708,7 @@ struct Rests {
   }
 
   float lse(long i) const { return peak[i] + log_total[i]; }
+  bool is_finite(long i) const { return std::fabs(lse(i)) < INF && std::fabs(delta[i]) < INF; }
 };
 
 // Backward: the first block that every block of rows visits. A row's loss is measured against its own key's share of
@@ -815,7 +816,7 @@ void backward_row(const Head& h, float* w, float* d, long r, long block, float q
     store(w + j, x);
     store(d + j, x * (load(d + j) - drop));
   }
-  if (!(std::fabs(rests.lse(r)) < INF && std::fabs(rests.delta[r]) < INF)) {
+  if (!rests.is_finite(r)) {
     h.hide(w, r, column, tile, 0);  // what is not finite stays with the keys that its row sees
     h.hide(d, r, column, tile, 0);
   }
@@ -851,7 +852,11 @@ void backward_head(const Head& h) {
     const long rows = std::min<long>(ROWS, p.queries - row);
     h.scale_queries(row, rows, scaled.data());
     float ql[ROWS];
-    for (long i = 0; i < rows; ++i) ql[i] = h.cap > 0 ? h.q_length(row + i) : 0;
+    for (long i = 0; i < rows; ++i) {
+      ql[i] = h.cap > 0 ? h.q_length(row + i) : 0;
+      // A row that is not finite makes the gradient of a key so that it sees, and must not make that of others so.
+      if (!rests.is_finite(row + i)) std::fill_n(&scaled[i * p.dim], p.dim, 0.0f);
+    }
     for (LineTotals& line : lines)
       if (!line.slope.empty()) line.sums = {};
     long first, last;
