@@ -125,7 +125,7 @@ def described(cls: type[Any]) -> type[Any]:
         parts = {name: next(remaining) if value is None else value for name, value in context}
         return _build(cls, parts, "", _unchecked)
 
-    _pytree.register_pytree_node(cls, flatten, unflatten, serialized_type_name=f"lengthwise.{cls.__name__}")
+    _pytree.register_pytree_node(cls, flatten, unflatten, serialized_type_name=f"{cls.__module__}.{cls.__name__}")
     return cls
 
 
@@ -159,7 +159,7 @@ def _build(
         if (single := _built_part(name, parts, make)) is not None:
             values[field_name] = single
             continue
-        several = []
+        several: list[Any] = []
         while (single := _built_part(f"{name}.{len(several)}", parts, make)) is not None:
             several.append(single)
         if several:
@@ -213,6 +213,16 @@ class Bias(Description, ABC):
         """The positions of queries and keys that it was made for, if it holds them."""
         return None
 
+    @property
+    def is_compact(self) -> bool:
+        """Whether a file can hold it in less room than its matrix."""
+        return True
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether it is seen to depend on distance alone; False where it does not, or that is hard to see."""
+        return False
+
     def first_sequence(self) -> Self:
         """That of the first sequence alone, detached and on the CPU: for maps and files."""
         own = {name: x.detach()[:1] if name in self._by_sequence else x.detach() for name, x in self.tensors().items()}
@@ -258,6 +268,19 @@ class DistanceBias(Bias):
         """Queries' and keys'."""
         return self.query, self.key
 
+    @property
+    def is_uniform(self) -> bool:
+        """Whether queries and keys stand one apart."""
+        return all(bool((x.diff() == 1).all()) for x in (self.query, self.key))
+
+    def first_sequence(self) -> Self:
+        """Without the distances at the table's end that the first sequence does not have."""
+        own = super().first_sequence()
+        if not own.query.numel() or not own.key.numel():
+            return own
+        last = max(1, int(own.query.max() - own.key.min()) - own.first + 1)
+        return own.rebuilt({"table": at_least_float32(own.table[:, :last])})
+
     def tile(self, rows: Index, columns: Index) -> Float[Tensor, "#batch head row column"]:
         """A part of the matrix, in float32 or better."""
         distance = self.query[:, rows, None] - self.key[:, None, columns]
@@ -301,10 +324,9 @@ class LevelBias(Bias):
         if self.step is None:
             for name in ("query_level", "key_level"):
                 self._check_level(name)
-            parts = (self.query_level, self.key_level, self.slope)
         else:
             check_tensor("step", self.step, ("batch or 1", "head or 1", "key"), "floating-point")
-            parts = (self.step, self.slope)
+        parts = (self.query_level, self.key_level, self.step, self.slope)
         check_tensor("slope", self.slope, ("batch or 1", "head or 1", "query or 1"), "floating-point")
         for axis, what in ((0, "batch"), (1, "heads")):
             check_broadcast("levels and slope", [part.shape[axis] for part in parts if part is not None], what)
@@ -353,7 +375,8 @@ class LevelBias(Bias):
         if self.step is not None:
             parts, queries, keys = [self.step, self.slope], self.queries, self.step.shape[2]
         else:
-            assert self.query_level is not None and self.key_level is not None
+            assert self.query_level is not None
+            assert self.key_level is not None
             parts = [self.query_level, self.key_level, self.slope]
             queries, keys = self.query_level.shape[2], self.key_level.shape[2]
         batch, heads = (max(part.shape[axis] for part in parts) for axis in (0, 1))
@@ -363,7 +386,8 @@ class LevelBias(Bias):
         """query_level - key_level of some pairs, in the levels' own precision."""
         if self.step is not None:
             return self.summed().difference(rows, columns)
-        assert self.query_level is not None and self.key_level is not None
+        assert self.query_level is not None
+        assert self.key_level is not None
         whole = self.query_level[..., rows, None] - self.key_level[..., None, columns]
         if self.query_rest is None or self.key_rest is None:
             return whole
@@ -374,6 +398,19 @@ class LevelBias(Bias):
         slope = at_least_float32(self.slope).expand(-1, -1, self.shape[2])[..., rows, None]
         difference = self.difference(rows, columns).to(slope.dtype)
         return -slope * (difference.abs() if self.curve == "linear" else torch.log1p(difference.square()))
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether levels stand in even steps and slopes do not change."""
+        levels = self.summed()
+        if levels.query_level is None or levels.key_level is None or levels.query_rest is not None:
+            return False
+        steps = torch.cat([levels.query_level.diff(), levels.key_level.diff()], -1)
+        return bool((steps == steps[..., :1]).all() and (self.slope == self.slope[..., :1]).all())
+
+    def first_sequence(self) -> "LevelBias":
+        """With levels where it has steps."""
+        return super(LevelBias, self.summed()).first_sequence()
 
     @property
     def falls(self) -> bool:
@@ -501,6 +538,11 @@ class FunctionBias(Bias):
         """A part of the matrix."""
         return self.function(rows, columns, *self.arguments)
 
+    @property
+    def is_compact(self) -> bool:
+        """Whether the function has a name that a file can hold."""
+        return bool(registered_name(self.function))
+
     def first_sequence(self) -> Self:
         """Arguments with as many rows as there are sequences have that of the first; a function may have others."""
         batch = self.shape[0]
@@ -520,6 +562,11 @@ class DenseBias(Bias):
     value: Float[Tensor, "#batch #head query key"]
 
     _by_sequence: ClassVar = ("value",)
+
+    @property
+    def is_compact(self) -> bool:
+        """It is its matrix."""
+        return False
 
     def __post_init__(self) -> None:
         check_tensor("value", self.value, ("batch or 1", "head or 1", "query", "key"), "floating-point")
@@ -560,6 +607,16 @@ class SumBias(Bias):
     def positions(self) -> tuple[Tensor, Tensor] | None:
         """Those of the first term that has some."""
         return next((own for term in self.terms if (own := term.positions()) is not None), None)
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether all terms are."""
+        return all(term.is_compact for term in self.terms)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all terms are."""
+        return all(term.is_uniform for term in self.terms)
 
     def tile(self, rows: Index, columns: Index) -> Float[Tensor, "#batch #head row column"]:
         """The sum of the terms' tiles."""

@@ -1,6 +1,7 @@
 """Attention with a described bias: one door, several backends; plan.py says what a backend is."""
 
 from types import ModuleType
+from typing import Literal, overload
 
 import torch
 from jaxtyping import Bool, Float
@@ -38,6 +39,48 @@ BACKENDS: dict[str, ModuleType] = {
     "reference": reference,
 }
 """Backends by name."""
+
+
+@overload
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: TokenLayout | None = ...,
+    causal: bool = ...,
+    key_mask: Tensor | None = ...,
+    bias: Bias | None = ...,
+    rescore: Rescore | None = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    logit_scale: Tensor | None = ...,
+    sink: Tensor | None = ...,
+    backend: str = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: TokenLayout | None = ...,
+    causal: bool = ...,
+    key_mask: Tensor | None = ...,
+    bias: Bias | None = ...,
+    rescore: Rescore | None = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    logit_scale: Tensor | None = ...,
+    sink: Tensor | None = ...,
+    backend: str = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 
 
 def attend(

@@ -14,9 +14,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from lengthwise.attention import attend, checked_call, explain
-from lengthwise.attention.call import Rescore
 from lengthwise.bias import Bias, at_least_float32
-from lengthwise.model.frame import Frame
+from lengthwise.rescore import Rescore
+from lengthwise.token_layout import TokenLayout
 
 NAME = "lengthwise"
 
@@ -33,21 +33,21 @@ def lengthwise_attention(
     *,
     bias: Bias | None = None,
     rescore: Rescore | None = None,
-    frame: Frame | None = None,
+    layout: TokenLayout | None = None,
     output_attentions: bool = False,
     **kwargs: Any,
 ) -> Output:
     """`lw.attend` under transformers' signature; the weights only if asked for, by the reference."""
-    if frame is None:
+    if layout is None:
         raise NotImplementedError(
             "attention 'lengthwise' needs to know where tokens stand, which only Lengthwise models tell; "
             f"{type(module).__name__} called it. Use 'sdpa' there."
         )
-    masks: dict[str, Any] = {"key_mask": frame.key_mask, "documents": frame.documents, "start": frame.start}
     if output_attentions:
-        found = explain(checked_call(query, key, value, bias=bias, rescore=rescore, **masks))
-        return found.out.transpose(1, 2), found.weights.to(query.dtype)
-    return attend(query, key, value, bias=bias, rescore=rescore, **masks).transpose(1, 2), None
+        explanation = explain(query, key, value, layout=layout, bias=bias, rescore=rescore)
+        assert explanation.weights is not None
+        return explanation.out.transpose(1, 2), explanation.weights.to(query.dtype)
+    return attend(query, key, value, layout=layout, bias=bias, rescore=rescore).transpose(1, 2), None
 
 
 def lengthwise_mask(*, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
@@ -75,22 +75,20 @@ def eager_attention(
 
 
 def stock_inputs(
-    query: Tensor, key: Tensor, value: Tensor, bias: Bias | None, frame: Frame, *, implementation: str
+    query: Tensor, key: Tensor, value: Tensor, bias: Bias | None, layout: TokenLayout, *, implementation: str
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | BlockMask | None, Tensor | None]:
     """Queries, keys and values, the mask and the position bias of one call, as the stock functions take them.
 
     Masks are added: the smallest number where a key must not be seen, so that rows which see nothing stay finite. Flex
     wants its own kind of mask; with a tensor torch 2.13's kernel for CPUs writes out of bounds.
     """
-    call = checked_call(
-        query, key, value, key_mask=frame.key_mask, documents=frame.documents, start=frame.start, bias=bias
-    )
-    if bias is None and implementation == "sdpa" and call.is_plain and call.queries in (1, call.keys):
+    call = checked_call(query, key, value, layout=layout, bias=bias)
+    if bias is None and implementation == "sdpa" and call.visibility.is_plain and call.queries in (1, call.keys):
         return (query, key, value), None, None
     query, key, value = (at_least_float32(x).contiguous() for x in (query, key, value))
     shape = (call.batch, call.heads, call.queries, call.keys)
     dense = None if bias is None else bias.dense().to(query.dtype).expand(shape).contiguous()
-    may = call.mask().expand(call.batch, -1, -1, -1).contiguous()
+    may = call.visibility.mask().expand(call.batch, -1, -1, -1).contiguous()
     if implementation == "flex_attention":
         block = create_block_mask(
             lambda b, h, q, k: may[b, 0, q, k], call.batch, None, call.queries, call.keys, device=query.device.type

@@ -32,9 +32,11 @@ from lengthwise.encodings.registry import build
 from lengthwise.model.attention import NAME, eager_attention, stock_inputs
 from lengthwise.model.cache import channels, remember
 from lengthwise.model.configuration import LengthwiseConfig
-from lengthwise.model.frame import Frame, make_frame
+from lengthwise.model.layout import make_layout
 from lengthwise.model.loading import checked_checkpoint, checked_loading
 from lengthwise.model.losses import head_loss
+from lengthwise.rescore import Rescore
+from lengthwise.token_layout import TokenLayout
 
 logger = logging.get_logger(__name__)
 
@@ -66,7 +68,7 @@ class LengthwiseAttention(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "batch query width"],
-        frame: Frame,
+        layout: TokenLayout,
         *,
         encoding: Encoding | None = None,
         bias: Bias | None = None,
@@ -76,34 +78,41 @@ class LengthwiseAttention(nn.Module):
         """What attention adds to the tokens, and its weights if they were asked for."""
         encoding = encoding or self.encoding
         q, k, v = self.c_attn(x).unflatten(-1, (3, self.config.n_head, -1)).permute(2, 0, 3, 1, 4)
-        state = encoding.state(x, frame.query_mask)
+        state = encoding.state(x, layout.query_mask)
         # Keys are cached as they meet queries, unless that changes as the sequence grows.
         late = encoding.length_dependent or state is not None
         if encoding.overrides("rotate") and not late:
-            q, k = encoding.rotate(q, k, frame.query, frame.query)
+            q, k = encoding.rotate(q, k, layout.new_tokens())
         if past_key_values is not None:
-            k, v, state = remember(past_key_values, self.layer_idx, k, v, state, frame.keys)
+            k, v, state = remember(past_key_values, self.layer_idx, k, v, state, layout.key_count)
         if encoding.overrides("rotate") and late:
-            q, k = encoding.rotate(q, k, frame.query, frame.key, state)
-        if bias is None and encoding.overrides("bias"):
-            start = () if state is None or frame.start is None else (frame.start,)
-            bias = encoding.bias(x, frame.query, frame.key, state, *start)
-
-        out, weights = self._attend(q, k, v, bias, encoding, frame, **kwargs)
+            q, k = encoding.rotate(q, k, layout, state)
+        if bias is None:
+            bias = encoding.bias(x, layout, state)
+        rescore = encoding.rescore(x, layout, state)
+        out, weights = self._attend(q, k, v, bias, encoding, layout, rescore=rescore, **kwargs)
         out = self.c_proj(out.to(x.dtype).flatten(2))
         return self.resid_dropout(out), weights
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, encoding: Encoding, frame: Frame, **kwargs: Any
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Bias | None,
+        encoding: Encoding,
+        layout: TokenLayout,
+        *,
+        rescore: Rescore | None = None,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         implementation = self.config._attn_implementation
         attention: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
             implementation, eager_attention
         )
         if implementation == NAME:
-            rescore = encoding.rescore if encoding.overrides("rescore") else None
-            return attention(self, q, k, v, None, bias=bias, rescore=rescore, frame=frame, **kwargs)
-        qkv, mask, dense = stock_inputs(q, k, v, bias, frame, implementation=implementation)
+            return attention(self, q, k, v, None, bias=bias, rescore=rescore, layout=layout, **kwargs)
+        qkv, mask, dense = stock_inputs(q, k, v, bias, layout, implementation=implementation)
         return attention(self, *qkv, mask, scaling=self.scaling, dropout=0.0, position_bias=dense, **kwargs)
 
 
@@ -132,9 +141,9 @@ class LengthwiseBlock(GradientCheckpointingLayer):
         self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.mlp = LengthwiseMLP(config)
 
-    def forward(self, x: Float[Tensor, "batch query width"], frame: Frame, **kwargs: Any) -> Tensor:
+    def forward(self, x: Float[Tensor, "batch query width"], layout: TokenLayout, **kwargs: Any) -> Tensor:
         """The tokens after this layer."""
-        x = x + self.attn(self.ln_1(x), frame, **kwargs)[0]
+        x = x + self.attn(self.ln_1(x), layout, **kwargs)[0]
         return x + self.mlp(self.ln_2(x))
 
 
@@ -252,20 +261,20 @@ class LengthwiseModel(LengthwisePreTrainedModel):
             use_cache = False
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        frame = self._frame(tokens, attention_mask, position_ids, past_key_values)
+        layout = self._layout(tokens, attention_mask, position_ids, past_key_values)
 
         x = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
         encoding = self.wpe if self.config.embeds else getattr(self, "encoding", None)
-        x = self.drop(encoding.embed(x, frame.query) if encoding is not None else x)
+        x = self.drop(encoding.embed(x, layout) if encoding is not None else x)
         bias = None
         # A checkpointed layer makes its own, or no gradient would flow through it.
         if encoding is not None and encoding.context_free and not checkpointing:
-            bias = encoding.bias(x, frame.query, frame.key)
+            bias = encoding.bias(x, layout)
         weights = kwargs.get("output_attentions", self.config.output_attentions)
         for block in self.h:
             x = block(
                 x,
-                frame,
+                layout,
                 encoding=encoding,
                 bias=bias,
                 past_key_values=past_key_values,
@@ -275,11 +284,11 @@ class LengthwiseModel(LengthwisePreTrainedModel):
             last_hidden_state=self.ln_f(x), past_key_values=past_key_values if use_cache else None
         )
 
-    def _frame(
+    def _layout(
         self, tokens: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Cache | None
-    ) -> Frame:
+    ) -> TokenLayout:
         if cache is None:
-            return make_frame(tokens, attention_mask=attention_mask, position_ids=position_ids)
+            return make_layout(tokens, attention_mask=attention_mask, position_ids=position_ids)
         if not isinstance(cache, Cache):
             raise TypeError(
                 f"past_key_values must be a Cache of transformers; a {type(cache).__name__} came. Use DynamicCache()."
@@ -288,7 +297,7 @@ class LengthwiseModel(LengthwisePreTrainedModel):
         past = cache.get_seq_length()
         past = past.clone() if isinstance(past, Tensor) else past
         capacity = cache.get_mask_sizes(tokens.shape[1], 0)[0] if cache.is_compileable else None
-        return make_frame(
+        return make_layout(
             tokens,
             attention_mask=attention_mask,
             position_ids=position_ids,

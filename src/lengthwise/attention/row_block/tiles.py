@@ -85,7 +85,10 @@ class Tiles:
         shared: slice | Tensor = heads
         if call.group > 1:
             shared = torch.arange(heads.start, heads.stop, device=self.device) // call.group
-        q, (k, v) = at_least_float32(call.q[batch, heads]), (at_least_float32(x[batch, shared]) for x in (call.k, call.v))
+        q, (k, v) = (
+            at_least_float32(call.q[batch, heads]),
+            (at_least_float32(x[batch, shared]) for x in (call.k, call.v)),
+        )
         zero, one = q.new_zeros(*q.shape[:2], 1), k.new_ones(*k.shape[:2], 1)
         slope = self.term.slopes(batch, heads)
         q = torch.cat([q * (call.scale * LOG2E), zero, zero if slope is None else slope[..., None]], -1)

@@ -1,12 +1,10 @@
-"""Where the tokens of one forward pass stand: positions, documents and masks, of the new tokens and the cached ones.
+"""Transformers' attention_mask, position_ids and cache as a layout of new and cached tokens.
 
-Order in the tensor decides causality, documents decide who may meet, positions are for the encoding only.
 - Padding takes no position. Without position_ids positions count the tokens that are not padding.
 - With position_ids a position that does not rise begins a new document.
 - A cached token's position is counted back from the first new token; below 0 it is an earlier document's.
 """
 
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -14,42 +12,10 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from lengthwise.encodings.base import Slot
-from lengthwise.encodings.positions import Positions
+from lengthwise.token_layout import Positions, Slot, TokenLayout, layout
 
 
-@dataclass(frozen=True, eq=False)
-class Frame:
-    """Positions of queries (the new tokens) and keys (all tokens), and which keys may be seen."""
-
-    query: Positions
-    key: Positions
-    key_mask: Bool[Tensor, "batch key"] | None
-    documents: Int[Tensor, "#batch key"] | None
-    past: Slot
-    """The slot of the first query."""
-    room: bool
-    """Whether slots may follow the queries, as in a static cache under compilation."""
-
-    @property
-    def keys(self) -> int:
-        """How many keys there are, old and new."""
-        return self.key.shape[1]
-
-    @property
-    def start(self) -> Slot | None:
-        """The slot of the first query where the queries are not the last slots."""
-        return self.past if self.room else None
-
-    @property
-    def query_mask(self) -> Bool[Tensor, "batch query"] | None:
-        """Which of the new tokens are not padding."""
-        if self.key_mask is None:
-            return None
-        return self.key_mask.index_select(1, _slots(self.query, self.past))
-
-
-def make_frame(
+def make_layout(
     tokens: Tensor,
     *,
     attention_mask: Tensor | None,
@@ -57,8 +23,8 @@ def make_frame(
     past: Slot = 0,
     capacity: int | None = None,
     cached: bool = False,
-) -> Frame:
-    """The frame of tokens (batch, query, ...) that follow `past` cached ones.
+) -> TokenLayout:
+    """The layout of tokens (batch, query, ...) that follow `past` cached ones.
 
     capacity is the length of a static cache, None for any other. In eager mode only its filled part is used.
     """
@@ -66,15 +32,16 @@ def make_frame(
     eager = not torch.compiler.is_compiling()
     if eager:
         past = int(past)
-    room = isinstance(past, Tensor)
-    keys = cast(int, capacity if room else past + queries)
+    keys = cast(int, capacity if isinstance(past, Tensor) else past + queries)
     if eager and capacity is not None and keys > capacity:
         raise ValueError(
-            f"a static cache holds {capacity} tokens; {past} are in it and {queries} came. Make a longer one."
+            f"a static cache of {capacity} tokens has {past} in it and no room for {queries} more; make a longer one"
         )
     mask = _key_mask(attention_mask, batch, keys, capacity, tokens.device)
     if eager and mask is not None and mask.all():
         mask = None
+    if position_ids is None and mask is None and isinstance(past, int):
+        return layout(queries, past=past, device=tokens.device)
     documents = None
     if position_ids is None:
         key = torch.arange(keys, device=tokens.device)[None] if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
@@ -84,7 +51,7 @@ def make_frame(
         key, documents = _place(query, mask, past, keys, refuse_gaps=eager and cached)
         if eager and (documents == documents[:, :1]).all():
             documents = None
-    return Frame(query=query, key=key, key_mask=mask, documents=documents, past=past, room=room)
+    return TokenLayout.of(query, key, key_mask=mask, documents=documents, start=past)
 
 
 def _place(
