@@ -1,4 +1,4 @@
-"""The tiled C++ kernel: what it takes, that it is never required, and that its skipping changes nothing that matters."""
+"""The tiled C++ kernel: what it takes, that it is never required, that its skipping changes nothing that matters."""
 
 from dataclasses import replace
 
@@ -129,7 +129,9 @@ def adversaries() -> dict[str, AttentionCall]:
     calls["holes far away"] = make_call(steep(), key_mask=holes | (POSITIONS >= 200))
     calls["queries behind"] = checked_call(
         *(getattr(calls["ordinary"], name)[:, :, :200] for name in "qkv"),
-        bias=LevelBias(400 + POSITIONS[None, :, :200].double(), POSITIONS[None, :, :200].double(), torch.full((1, 1, 1), 0.2)),
+        bias=LevelBias(
+            400 + POSITIONS[None, :, :200].double(), POSITIONS[None, :, :200].double(), torch.full((1, 1, 1), 0.2)
+        ),
         layout=TokenLayout.of(400 + POSITIONS[:, :200], POSITIONS[:, :200], start=400),
     )
     return calls
@@ -244,7 +246,9 @@ def test_levels_in_two_parts_are_the_same_levels_with_the_same_gradients():
     whole = [(high.double() + low.double()).requires_grad_() for _ in range(2)]
     outs = [run(make_call(bias))[0] for bias in (split, LevelBias(*whole, slope))]
     assert torch.equal(*outs)
-    of_parts, of_whole = (torch.autograd.grad(out.square().sum(), x) for out, x in zip(outs, (parts, whole), strict=True))
+    of_parts, of_whole = (
+        torch.autograd.grad(out.square().sum(), x) for out, x in zip(outs, (parts, whole), strict=True)
+    )
     for part, exact in zip(of_parts, (*of_whole, *of_whole), strict=True):
         assert torch.equal(part, exact.float())
 
@@ -283,7 +287,9 @@ def test_fire_is_the_same_bias_in_straight_lines_with_the_same_gradients():
     assert torch.allclose(first, second, rtol=1e-12, atol=1e-12)
     direction = torch.randn_like(first)
     learned = list(fire.parameters())
-    of_first, of_second = (torch.autograd.grad((x * direction).sum(), learned, allow_unused=True) for x in (first, second))
+    of_first, of_second = (
+        torch.autograd.grad((x * direction).sum(), learned, allow_unused=True) for x in (first, second)
+    )
     for a, b in zip(of_first, of_second, strict=True):
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-10)
 

@@ -828,7 +828,9 @@ void backward_row(const Head& h, float* w, float* d, long r, long block, float q
     for (long j = 0; j < COLUMNS && h.cap > 0; j += 8) total += load(d + j) * load(tile.content + j);
     p.d_logit_scale[h.index * p.queries + r] += sum(total);
   }
-  for (long j = 0; j < COLUMNS && h.cap > 0; j += 8) store(d + j, load(d + j) * load(tile.fall + j));
+  if (h.cap == 0) return;
+  for (long j = 0; j < COLUMNS; j += 8) store(d + j, load(d + j) * load(tile.fall + j));
+  if (!rests.is_finite(r)) h.hide(d, r, column, tile, 0);
 }
 
 void backward_head(const Head& h) {

@@ -234,7 +234,13 @@ def skipped_share(call: AttentionCall) -> float:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, plan: TilesPlan, return_lse: bool, q: Tensor, k: Tensor, v: Tensor, *_extras_and_sources: Tensor | None
+        ctx: Any,
+        plan: TilesPlan,
+        return_lse: bool,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *_extras_and_sources: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         found = plan.forward(q, k, v)
         lse = found.pop("lse")
@@ -280,9 +286,10 @@ def _gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> list[Ten
     problem, counts = ctx.problem, ctx.problem.counts
     tensors = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
     needed = ctx.needs_input_grad[2:]
-    wanted, learned = iter(needed[5:]), []
+    learned, first = [], 5
     for term in problem.terms:
-        learned.append(any([next(wanted) for _ in term.sources]))
+        learned.append(any(needed[first : first + len(term.sources)]))
+        first += len(term.sources)
     shape, rows = (counts["batch"], counts["heads"]), tensors["peak"].shape
     found = {
         "d_q": torch.zeros_like(tensors["q"]),
@@ -387,7 +394,8 @@ def _strip_columns(call: AttentionCall, bias: DistanceBias) -> Int[Tensor, "#bat
 
 
 def _level_term(bias: LevelBias) -> tuple[Term, dict[str, Tensor], tuple[Tensor, ...]]:
-    assert bias.query_level is not None and bias.key_level is not None
+    assert bias.query_level is not None
+    assert bias.key_level is not None
     batch, heads = torch.broadcast_shapes(bias.query_level.shape[:2], bias.key_level.shape[:2])
     arrays = {}
     for side in ("query", "key"):
@@ -453,7 +461,8 @@ def _is_identity(order: Int[Tensor, "#batch key"]) -> bool:
 
 def _in_order_of_appearance(layout: TokenLayout) -> TokenLayout:
     """The same layout with documents numbered by which of them comes first among the keys."""
-    assert layout.key_documents is not None and layout.query_documents is not None
+    assert layout.key_documents is not None
+    assert layout.query_documents is not None
     keys, queries = [], []
     for row in range(layout.batch):
         own = row_of(layout.key_documents, row)
