@@ -98,7 +98,7 @@ def assert_as_exact(case: Case) -> None:
     found = results(run_tiles, case, case.dtype, upstream)
     score, units = sizes(case, upstream)
     for name, truth, theirs, ours in zip(["out", "lse", *case.tensors], exact, plain, found, strict=True):
-        assert ours.shape == truth.shape and ours.dtype == theirs.dtype, name
+        assert (ours.shape, ours.dtype) == (truth.shape, theirs.dtype), name
         # A score is known to half a unit in its last place, and whatever its weight makes no better.
         rounding = float(truth.norm()) * torch.finfo(ours.dtype).eps if ours.dtype.itemsize < 4 else 0.0
         rounding += max(float(truth.norm()), units.get(name, units["any"])) * 2**-23 * (1 + score / 2)

@@ -181,7 +181,7 @@ class TilesPlan(Plan):
         tensors = self.tensors | {name: _padded(x.detach()) for name, x in (("q", q), ("k", k), ("v", v))}
         shape = tensors["q"].shape[:3]
         tensors["out"] = tensors["q"].new_empty(*shape, tensors["v"].shape[3])
-        tensors["lse"], tensors["peak"], tensors["log_total"] = tensors["q"].new_empty(3, *shape).unbind()
+        tensors |= {name: tensors["q"].new_empty(shape) for name in ("lse", "peak", "log_total")}
         tensors["visited"] = torch.zeros(shape[:2], dtype=torch.int64)
         self.problem.run("lengthwise_forward", tensors)
         return tensors
