@@ -14,7 +14,6 @@
 // file the inequalities row by row. Plain C++ with vectors of eight floats.
 
 #include <cmath>
-#include <cstring>
 
 #include "vectors.h"
 
@@ -103,7 +102,7 @@ struct Problem {
   const int32_t *low, *high;  // (bands, batch, queries), in rising order where they are not empty
   const uint8_t* key_mask;
   const float *logit_scale, *sink;  // (batch, heads, queries)
-  float *out, *lse;
+  float *out, *lse, *peak, *log_total;  // lse = peak + log_total, where a sum of float32 would lose a large peak's rest
   const float *d_out, *d_lse;
   float *d_q, *d_k, *d_v, *d_logit_scale, *d_sink;
   int64_t* visited;  // keys visited, by sequence and head
@@ -351,40 +350,40 @@ struct Term {
   }
 };
 
-// content = cap tanh(x / cap) for a row of x, times m. Backward (KEEP > 0) also how much of the gradient of a score
-// reaches x, and (KEEP > 1) the content itself. With few terms |x| / cap must be at most FEW_TERMS, with more MORE_TERMS.
+// content = cap tanh(x / cap). With few terms |x| / cap must be at most FEW_TERMS, with more MORE_TERMS; both polynomials
+// are minimax fits of our own.
 enum Tanh { FEW, MORE, EXACT };
-template <Tanh HOW, int KEEP>
-void cap_row(float* s, float cap, float m, Tile& tile) {
-  const float inverse = 1 / (cap * cap);
-  const v8 factor = all(m), steep = all(m * inverse);
-  for (long j = 0; j < COLUMNS; j += 8) {
-    const v8 x = load(s + j), z = x * x * inverse;
-    v8 p;
-    if (HOW == FEW) {
-      p = z * -5.03662406e-2f + 1.33148321e-1f;
-      p = p * z - 3.33330608e-1f;
-    } else {
-      p = z * -5.43945232e-3f + 2.03979786e-2f;
-      p = p * z - 5.36650543e-2f;
-      p = p * z + 1.33305436e-1f;
-      p = p * z - 3.33332489e-1f;
-    }
-    v8 content = x * (p * z) + x;
-    if (HOW == EXACT) {
-      const v8 size = absolute(x) / cap, power = exponential(size * -2.0f);
-      const v8 whole = cap * (1.0f - 2.0f * power / (1.0f + power));
-      content = pick(size <= MORE_TERMS, content, (v8)((i8)whole | ((i8)x & (int32_t)0x80000000)));
-    }
-    if (KEEP) store(tile.fall + j, factor - steep * (content * content));
-    if (KEEP > 1) store(tile.content + j, content);
-    store(s + j, factor * content);
-  }
-}
+template <Tanh HOW>
+struct Cap {
+  float cap, inverse, square;
+  v8 c1, c2, c3;
 
-template <int KEEP>
-void cap_row(float* s, float cap, float m, float bound, Tile& tile) {
-  if (!(bound <= FEW_TERMS * cap)) {  // the lengths of q and k do not show it, so look at the products
+  explicit Cap(float cap)
+      : cap(cap), inverse(1 / cap), square(inverse * inverse), c1(all(-3.33330608e-1f * square)),
+        c2(all(1.33148321e-1f * square * square)), c3(all(-5.03662406e-2f * square * square * square)) {}
+
+  v8 operator()(v8 x) const {
+    if (HOW == FEW) {
+      const v8 z = x * x;
+      return x * (((c3 * z + c2) * z + c1) * z) + x;
+    }
+    const v8 y = x * inverse, z = y * y;
+    v8 p = z * -5.43945232e-3f + 2.03979786e-2f;
+    p = p * z - 5.36650543e-2f;
+    p = p * z + 1.33305436e-1f;
+    p = p * z - 3.33332489e-1f;
+    const v8 near = x * (p * z) + x;
+    if (HOW == MORE) return near;
+    const v8 size = absolute(y), power = exponential(size * -2.0f);
+    const v8 far = cap - 2.0f * cap * power / (1.0f + power);
+    return pick(size <= MORE_TERMS, near, (v8)((i8)far | ((i8)x & (int32_t)0x80000000)));
+  }
+};
+
+// Call use(content) with the cheapest cap that is exact for a row of products, none of them above `bound`.
+template <class Use>
+void with_cap(const float* s, float cap, float bound, Use use) {
+  if (!(bound <= MORE_TERMS * cap)) {  // the lengths of q and k do not show it, so look at the products
     v8 top = all(0);
     for (long j = 0; j < COLUMNS; j += 8) {
       const v8 x = absolute(load(s + j));
@@ -392,9 +391,9 @@ void cap_row(float* s, float cap, float m, float bound, Tile& tile) {
     }
     bound = largest(top);
   }
-  if (bound <= FEW_TERMS * cap) return cap_row<FEW, KEEP>(s, cap, m, tile);
-  if (bound <= MORE_TERMS * cap) return cap_row<MORE, KEEP>(s, cap, m, tile);
-  cap_row<EXACT, KEEP>(s, cap, m, tile);
+  if (bound <= FEW_TERMS * cap && cap > 1e-4f) use(Cap<FEW>(cap));
+  else if (bound <= MORE_TERMS * cap) use(Cap<MORE>(cap));
+  else use(Cap<EXACT>(cap));
 }
 
 // One head of one sequence.
@@ -596,12 +595,18 @@ struct Head {
     const long column = block * COLUMNS;
     const float m = factor(r);
     const bool apart = BACKWARD && p.d_logit_scale;  // then the sum of content and bias is needed without its factor
-    if (cap > 0) {
-      const float most = ql * k_most[block];
-      if (!BACKWARD) cap_row<0>(s, cap, m, most, tile);
-      else if (apart) cap_row<2>(s, cap, m, most, tile);
-      else cap_row<1>(s, cap, m, most, tile);
-    }
+    if (cap > 0)
+      with_cap(s, cap, ql * k_most[block], [&](auto capped) {
+        const v8 factor = all(m), steep = all(m * capped.square);
+        for (long j = 0; j < COLUMNS; j += 8) {
+          const v8 content = capped(load(s + j));
+          if (BACKWARD) {
+            store(tile.fall + j, factor - steep * (content * content));
+            store(tile.content + j, content);
+          }
+          store(s + j, factor * content);
+        }
+      });
     if (!terms.empty()) {
       float* to = apart ? tile.bias : s;
       if (apart) std::fill(to, to + COLUMNS, 0.0f);
@@ -672,28 +677,38 @@ void forward_rows(const Head& h, long row, Tile& tile) {
     const bool empty = total[i] == 0;
     float* to = p.out + (index * p.queries + row + i) * p.value;
     for (long d = 0; d < p.value; ++d) to[d] = empty ? 0 : block[i * p.value + d] / total[i];
-    p.lse[index * p.queries + row + i] = empty ? -INF : most[i] + std::log(total[i]);
+    const long at = index * p.queries + row + i;
+    p.peak[at] = empty ? -INF : most[i];
+    p.log_total[at] = empty ? 0 : std::log(total[i]);
+    p.lse[at] = p.peak[at] + p.log_total[at];
   }
   if (p.visited) p.visited[index] += visited;
 }
 
-// Of a row: the log-sum-exp as it is taken off the scores, and what is taken off the gradient of the weights, with the
-// gradient of the log-sum-exp in it, so that every bound knows of that. A row that sees nothing has neither.
+// Of a row: the two parts of the log-sum-exp, as they are taken off the scores, and what is taken off the gradient of the
+// weights, with the gradient of the log-sum-exp in it, so that every bound knows of that. Without keys it has neither.
 struct Rests {
-  std::vector<float> shift, delta;
+  std::vector<float> peak, log_total, delta;
 
-  explicit Rests(const Head& h) : shift(h.p.queries), delta(h.p.queries, 0.0f) {
+  explicit Rests(const Head& h)
+      : peak(h.p.peak + h.index * h.p.queries, h.p.peak + (h.index + 1) * h.p.queries),
+        log_total(h.p.log_total + h.index * h.p.queries, h.p.log_total + (h.index + 1) * h.p.queries),
+        delta(h.p.queries, 0.0f) {
     const Problem& p = h.p;
     const long first = h.index * p.queries;
     for (long i = 0; i < p.queries; ++i) {
-      const bool empty = p.lse[first + i] == -INF;
-      shift[i] = empty ? INF : p.lse[first + i];
-      if (empty) continue;
+      if (peak[i] == -INF) {
+        peak[i] = INF;
+        continue;
+      }
       delta[i] = dot(p.d_out + (first + i) * p.value, p.out + (first + i) * p.value, p.value);
       if (p.d_lse) delta[i] -= p.d_lse[first + i];
-      if (p.d_sink) p.d_sink[first + i] = h.sink[i] == -INF ? 0 : -std::exp(h.sink[i] - shift[i]) * delta[i];
+      if (p.d_sink && h.sink[i] != -INF) p.d_sink[first + i] = -std::exp((h.sink[i] - peak[i]) - log_total[i]) * delta[i];
     }
   }
+
+  float lse(long i) const { return peak[i] + log_total[i]; }
+  bool is_finite(long i) const { return std::fabs(lse(i)) < INF && std::fabs(delta[i]) < INF; }
 };
 
 // Backward: the first block that every block of rows visits. A row's loss is measured against its own key's share of
@@ -721,7 +736,7 @@ std::vector<long> backward_starts(const Head& h, const Rests& rests) {
         continue;
       }
       float passes;
-      const float weight = std::exp(h.own_score(r, passes) - rests.shift[r]), m = h.factor(r);
+      const float weight = std::exp(h.own_score(r, passes) - rests.lse(r)), m = h.factor(r);
       up[i] = length_of(p.d_out + (h.index * p.queries + r) * p.value, p.value);
       ql[i] = h.q_length(r);
       kl[i] = length_of(h.k + slot * p.dim, p.dim);
@@ -741,7 +756,7 @@ std::vector<long> backward_starts(const Head& h, const Rests& rests) {
         if (!seeing[i]) continue;
         const long r = row + i;
         float biases;
-        const float m = h.factor(r), share = at_most_exp(h.upper(r, block, ql[i], biases) - rests.shift[r]);
+        const float m = h.factor(r), share = at_most_exp(h.upper(r, block, ql[i], biases) - rests.lse(r));
         const float part = share * (up[i] * h.v_most[block] + std::fabs(rests.delta[r]));
         const float wide = std::max(1.0f, h.k_most[block] / kl[i]) * (1.0f + biases);
         of_row[i] += COLUMNS * part * wide;
@@ -780,18 +795,31 @@ void backward_row(const Head& h, float* w, float* d, long r, long block, float q
                   std::vector<LineTotals>& lines) {
   const Problem& p = h.p;
   const long column = block * COLUMNS;
+  const v8 peak = all(rests.peak[r]), rest = all(rests.log_total[r]), drop = all(rests.delta[r]);
+  const float m = h.factor(r);
+  if (h.cap > 0 && h.terms.empty() && !p.d_logit_scale) {  // nothing else is needed of the row: all of it in one go
+    with_cap(w, h.cap, ql * h.k_most[block], [&](auto capped) {
+      const v8 factor = all(m), steep = all(m * capped.square);
+      for (long j = 0; j < COLUMNS; j += 8) {
+        const v8 content = capped(load(w + j)), x = exponential((factor * content - peak) - rest);
+        store(w + j, x);
+        store(d + j, x * (load(d + j) - drop) * (factor - steep * (content * content)));
+      }
+    });
+    h.hide(w, r, column, tile, 0);
+    h.hide(d, r, column, tile, 0);
+    return;
+  }
   h.score<true>(w, r, block, ql, tile);
-  const v8 shift = all(rests.shift[r]), drop = all(rests.delta[r]);
   for (long j = 0; j < COLUMNS; j += 8) {
-    const v8 x = exponential(load(w + j) - shift);
+    const v8 x = exponential((load(w + j) - peak) - rest);
     store(w + j, x);
     store(d + j, x * (load(d + j) - drop));
   }
-  if (!(std::fabs(rests.shift[r]) < INF && std::fabs(rests.delta[r]) < INF)) {
+  if (!rests.is_finite(r)) {
     h.hide(w, r, column, tile, 0);  // what is not finite stays with the keys that its row sees
     h.hide(d, r, column, tile, 0);
   }
-  const float m = h.factor(r);
   for (size_t n = 0; n < h.terms.size(); ++n)
     if (h.terms[n].record->learned) h.terms[n].collect(d, m, r, column, tile, n, &lines[n].sums);
   if (p.d_logit_scale && !(h.terms.empty() && h.cap == 0)) {
@@ -800,7 +828,9 @@ void backward_row(const Head& h, float* w, float* d, long r, long block, float q
     for (long j = 0; j < COLUMNS && h.cap > 0; j += 8) total += load(d + j) * load(tile.content + j);
     p.d_logit_scale[h.index * p.queries + r] += sum(total);
   }
-  for (long j = 0; j < COLUMNS && h.cap > 0; j += 8) store(d + j, load(d + j) * load(tile.fall + j));
+  if (h.cap == 0) return;
+  for (long j = 0; j < COLUMNS; j += 8) store(d + j, load(d + j) * load(tile.fall + j));
+  if (!rests.is_finite(r)) h.hide(d, r, column, tile, 0);
 }
 
 void backward_head(const Head& h) {
@@ -824,7 +854,11 @@ void backward_head(const Head& h) {
     const long rows = std::min<long>(ROWS, p.queries - row);
     h.scale_queries(row, rows, scaled.data());
     float ql[ROWS];
-    for (long i = 0; i < rows; ++i) ql[i] = h.cap > 0 ? h.q_length(row + i) : 0;
+    for (long i = 0; i < rows; ++i) {
+      ql[i] = h.cap > 0 ? h.q_length(row + i) : 0;
+      // A row that is not finite makes the gradient of a key so that it sees, and must not make that of others so.
+      if (!rests.is_finite(row + i)) std::fill_n(&scaled[i * p.dim], p.dim, 0.0f);
+    }
     for (LineTotals& line : lines)
       if (!line.slope.empty()) line.sums = {};
     long first, last;

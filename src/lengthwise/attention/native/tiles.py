@@ -51,8 +51,8 @@ COUNTS = (
     *("bands", "mask_batches", "skip", "threads", "term_count"),
 )
 ARRAYS = (
-    *("q", "k", "v", "low", "high", "key_mask", "logit_scale", "sink", "out", "lse", "d_out", "d_lse"),
-    *("d_q", "d_k", "d_v", "d_logit_scale", "d_sink", "visited"),
+    *("q", "k", "v", "low", "high", "key_mask", "logit_scale", "sink", "out", "lse", "peak", "log_total"),
+    *("d_out", "d_lse", "d_q", "d_k", "d_v", "d_logit_scale", "d_sink", "visited"),
 )
 
 Tensors = Mapping[str, Tensor]
@@ -181,7 +181,7 @@ class TilesPlan(Plan):
         tensors = self.tensors | {name: _padded(x.detach()) for name, x in (("q", q), ("k", k), ("v", v))}
         shape = tensors["q"].shape[:3]
         tensors["out"] = tensors["q"].new_empty(*shape, tensors["v"].shape[3])
-        tensors["lse"] = tensors["q"].new_empty(shape)
+        tensors |= {name: tensors["q"].new_empty(shape) for name in ("lse", "peak", "log_total")}
         tensors["visited"] = torch.zeros(shape[:2], dtype=torch.int64)
         self.problem.run("lengthwise_forward", tensors)
         return tensors
@@ -234,18 +234,24 @@ def skipped_share(call: AttentionCall) -> float:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, plan: TilesPlan, return_lse: bool, q: Tensor, k: Tensor, v: Tensor, *_extras_and_sources: Tensor | None
+        ctx: Any,
+        plan: TilesPlan,
+        return_lse: bool,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *_extras_and_sources: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         found = plan.forward(q, k, v)
+        lse = found.pop("lse")
         del found["visited"]
         ctx.problem, ctx.names = plan.problem, tuple(found)
         ctx.given = tuple((x.shape, x.dtype) for x in (q, k, v))
         ctx.extras = tuple(None if x is None else (x.shape, x.dtype) for x in _extras_and_sources[:2])
         ctx.save_for_backward(*found.values())
         ctx.set_materialize_grads(False)
-        # Copies: backward the kernel reads both again, which the caller may have changed in place by then.
-        out = found["out"][..., : v.shape[3]].to(q.dtype, copy=True)
-        return out, found["lse"].clone() if return_lse else None
+        # A copy: backward the kernel reads its output again, which the caller may have changed in place by then.
+        return found["out"][..., : v.shape[3]].to(q.dtype, copy=True), lse if return_lse else None
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -280,10 +286,11 @@ def _gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> list[Ten
     problem, counts = ctx.problem, ctx.problem.counts
     tensors = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
     needed = ctx.needs_input_grad[2:]
-    wanted, learned = iter(needed[5:]), []
+    learned, first = [], 5
     for term in problem.terms:
-        learned.append(any([next(wanted) for _ in term.sources]))
-    shape, rows = (counts["batch"], counts["heads"]), tensors["lse"].shape
+        learned.append(any(needed[first : first + len(term.sources)]))
+        first += len(term.sources)
+    shape, rows = (counts["batch"], counts["heads"]), tensors["peak"].shape
     found = {
         "d_q": torch.zeros_like(tensors["q"]),
         "d_k": tensors["k"].new_zeros(*shape, *tensors["k"].shape[2:]),
@@ -387,7 +394,8 @@ def _strip_columns(call: AttentionCall, bias: DistanceBias) -> Int[Tensor, "#bat
 
 
 def _level_term(bias: LevelBias) -> tuple[Term, dict[str, Tensor], tuple[Tensor, ...]]:
-    assert bias.query_level is not None and bias.key_level is not None
+    assert bias.query_level is not None
+    assert bias.key_level is not None
     batch, heads = torch.broadcast_shapes(bias.query_level.shape[:2], bias.key_level.shape[:2])
     arrays = {}
     for side in ("query", "key"):
@@ -453,7 +461,8 @@ def _is_identity(order: Int[Tensor, "#batch key"]) -> bool:
 
 def _in_order_of_appearance(layout: TokenLayout) -> TokenLayout:
     """The same layout with documents numbered by which of them comes first among the keys."""
-    assert layout.key_documents is not None and layout.query_documents is not None
+    assert layout.key_documents is not None
+    assert layout.query_documents is not None
     keys, queries = [], []
     for row in range(layout.batch):
         own = row_of(layout.key_documents, row)

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <thread>
 #include <vector>
@@ -27,7 +28,7 @@ typedef int32_t i8 __attribute__((vector_size(32)));
 inline v8 load(const float* p) { return *reinterpret_cast<const v8u*>(p); }
 inline void store(float* p, v8 x) { *reinterpret_cast<v8u*>(p) = x; }
 inline v8 all(float x) { return v8{x, x, x, x, x, x, x, x}; }
-inline v8 pick(i8 condition, v8 yes, v8 no) { return (v8)(((i8)yes & condition) | ((i8)no & ~condition)); }
+inline v8 pick(i8 condition, v8 yes, v8 no) { return condition ? yes : no; }
 inline v8 absolute(v8 x) { return (v8)((i8)x & 0x7fffffff); }
 
 typedef double v4d __attribute__((vector_size(32), aligned(8)));
@@ -53,23 +54,27 @@ inline v8 log_1p(v8 x) {
   return (__builtin_convertvector(n, v8) * 0.693147181f + of_f) + (x - kept) * 1.2e-38f;
 }
 
+inline v4 half(v8 x, int which) {
+  v4 parts[2];
+  std::memcpy(parts, &x, sizeof parts);
+  return parts[which];
+}
+
 inline float sum(v8 x) {
-  float total = 0;
-  for (int lane = 0; lane < 8; ++lane) total += x[lane];
-  return total;
+  const v4 four = half(x, 0) + half(x, 1);
+  return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
 inline float largest(v8 x) {
-  float most = x[0];
-  for (int lane = 1; lane < 8; ++lane) most = std::max(most, x[lane]);
-  return most;
+  const v4 a = half(x, 0), b = half(x, 1), four = a > b ? a : b;
+  return std::max(std::max(four[0], four[2]), std::max(four[1], four[3]));
 }
 
 // e^x for x <= 88, to about one unit in the last place; 0 below the normal numbers, NaN for NaN. (Cephes' polynomial.)
 inline v8 exponential(v8 x) {
   const v8 shifter = all(12582912.0f);
   v8 n = x * 1.44269504088896341f + shifter;
-  i8 power = ((i8)n - 0x4b400000) << 23;
+  const v8 power = (v8)(((i8)n - (0x4b400000 - 127)) << 23);
   n = n - shifter;
   v8 r = x - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
@@ -80,9 +85,7 @@ inline v8 exponential(v8 x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  v8 scaled = (v8)((i8)p + power);
-  scaled = pick(x > -87.0f, scaled, all(0));
-  return pick(x == x, scaled, x);
+  return pick(x < -87.0f, all(0), p * power);
 }
 
 // Every piece of work once, on so many threads: PyTorch's own where OpenMP is at hand, because those are awake.
