@@ -46,9 +46,9 @@ struct Task {
   const double *query_level, *key_level;
   const float *slope, *rows;  // `rows` is the bias of the rows of this call, filled in
   const float *logit_scale, *sink;
-  const float *weight_in, *bias_in, *weight_out, *bias_out;  // input x tap x hidden, hidden x tap x output
+  const float *weight_in, *bias_in, *weight_out, *bias_out;  // tap x input x hidden, tap x hidden x output
   const float *table, *table_t;                              // dim x position, position x dim
-  float *out, *lse;
+  float *out, *lse, *most, *total;  // of a row: the largest score and the sum relative to it, more exact than lse
   const float *d_out, *delta;
   float *d_q, *d_k, *d_v, *d_strip, *d_slope;
   double *d_query_level, *d_key_level;
@@ -149,19 +149,23 @@ void product(const float* a, long lda, const float* b, long ldb, long step, floa
 }
 
 // One layer of the network at 16 keys of a row: use(o, left, right) for every output o, from
-//   start[o] + the sum over inputs and taps of w[input][tap][o] x[input][key + tap - TAPS / 2].
+//   start[o] + the sum over inputs and taps of w[tap][input][o] x[input][key + tap - TAPS / 2].
+// Weights are tap x input x output; each tap is summed by itself first, which rounds less.
 template <int TAPS, class Use>
 inline void layer(const float* w, long outputs, long inputs, const float* x, const float* start, Use use) {
   in_blocks(outputs, [&](auto size, long first) {
     constexpr int M = size.value;
-    v8 left[M], right[M];
+    v8 total[2][M];
 #pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) left[m] = right[m] = all(start ? start[first + m] : 0);
-    const float *weight = w + first, *from = x - TAPS / 2;
-    for (long i = 0; i < inputs; ++i, from += STRIDE)
-#pragma GCC unroll 3
-      for (int tap = 0; tap < TAPS; ++tap, weight += outputs) {
-        const v8 b0 = load(from + tap), b1 = load(from + tap + 8);
+    for (int m = 0; m < M; ++m) total[0][m] = total[1][m] = all(start ? start[first + m] : 0);
+    const float* weight = w + first;
+    for (int tap = 0; tap < TAPS; ++tap) {
+      const float* from = x + tap - TAPS / 2;
+      v8 left[M], right[M];
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) left[m] = right[m] = all(0);
+      for (long i = 0; i < inputs; ++i, from += STRIDE, weight += outputs) {
+        const v8 b0 = load(from), b1 = load(from + 8);
 #pragma GCC unroll 8
         for (int m = 0; m < M; ++m) {
           left[m] += weight[m] * b0;
@@ -169,7 +173,13 @@ inline void layer(const float* w, long outputs, long inputs, const float* x, con
         }
       }
 #pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) use(first + m, left[m], right[m]);
+      for (int m = 0; m < M; ++m) {
+        total[0][m] += left[m];
+        total[1][m] += right[m];
+      }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) use(first + m, total[0][m], total[1][m]);
   });
 }
 
@@ -222,30 +232,19 @@ struct Seen {
   }
 };
 
-inline v8 rounded(v4d first, v4d second) {
-  const v4 parts[2] = {__builtin_convertvector(first, v4), __builtin_convertvector(second, v4)};
-  v8 out;
-  std::memcpy(&out, parts, sizeof out);
-  return out;
-}
-
-// Each lane plus a number that is more precise, rounded once.
-inline v8 plus(v8 x, double more) {
-  v4 parts[2];
-  std::memcpy(parts, &x, sizeof x);
-  return rounded(__builtin_convertvector(parts[0], v4d) + more, __builtin_convertvector(parts[1], v4d) + more);
-}
-
 struct LevelRow {
   const double* key;
   double query;
 
   // query_level - key_level of eight keys, taken before it is rounded.
   v8 difference(long j) const {
+    v8 out;
     v4d first, second;
     std::memcpy(&first, key + j, sizeof first);
     std::memcpy(&second, key + j + 4, sizeof second);
-    return rounded(query - first, query - second);
+    const v4 parts[2] = {__builtin_convertvector(query - first, v4), __builtin_convertvector(query - second, v4)};
+    std::memcpy(&out, parts, sizeof out);
+    return out;
   }
 };
 
@@ -311,8 +310,8 @@ void collect_bias(const Task& p, long s, long h, long strand, long row, long row
 // Products of queries and keys to content: capped, and 0 where hidden.
 inline void finish_content(const Task& p, float* a, const int32_t* seen) {
   if (p.softcap > 0) {
-    const float cap = float(p.softcap), part = float(1 / p.softcap);
-    for (long j = 0; j < COLUMNS; j += 8) store(a + j, lanes_and(cap * hyperbolic_tangent(load(a + j) * part), seen + j));
+    const float cap = float(p.softcap);
+    for (long j = 0; j < COLUMNS; j += 8) store(a + j, lanes_and(cap * hyperbolic_tangent(load(a + j) / cap), seen + j));
   } else {
     for (long j = 0; j < COLUMNS; j += 8) store(a + j, lanes_and(load(a + j), seen + j));
   }
@@ -347,10 +346,12 @@ struct Softmax {
     return fade;
   }
 
-  void end(float* out, const float* summed, long value, float* lse) const {
+  void end(const Task& p, long at, const float* summed) const {
     const bool dead = total == 0;
-    for (long d = 0; d < value; ++d) out[d] = dead ? 0 : summed[d] / total;
-    *lse = dead ? -INF : most + std::log(total);
+    for (long d = 0; d < p.value; ++d) p.out[at * p.value + d] = dead ? 0 : summed[d] / total;
+    p.lse[at] = dead ? -INF : most + std::log(total);
+    p.most[at] = most;
+    p.total[at] = total;
   }
 };
 
@@ -534,7 +535,7 @@ void network_forward(const Task& p, long s, long row, const float* packed) {
   for (long h = 0; h < heads; ++h)
     for (long r = 0; r < rows; ++r) {
       const long at = (s * heads + h) * p.queries + row + r;
-      softmax[h * rows + r].end(p.out + at * p.value, &summed[(h * rows + r) * p.value], p.value, p.lse + at);
+      softmax[h * rows + r].end(p, at, &summed[(h * rows + r) * p.value]);
     }
 }
 
@@ -584,7 +585,7 @@ struct Turns {
 struct NetworkBackward {
   const Task& p;
   const std::vector<float>&k_panels, &v_panels;
-  std::vector<float> into, out_of;  // the layers' weights turned round: hidden x tap x input, output x tap x hidden
+  std::vector<float> into, out_of;  // the layers' weights turned round: tap x hidden x input, tap x output x hidden
   long row_blocks, key_blocks;
   Turns at_keys, at_strand;
   std::vector<long> first, last;  // the blocks of keys that a block of rows visits
@@ -602,9 +603,9 @@ struct NetworkBackward {
     const long taps = p.kernel, inputs = p.input_channels, hidden = p.hidden_channels, outputs = p.output_channels;
     for (long o = 0; o < hidden; ++o)
       for (long t = 0; t < taps; ++t) {
-        for (long i = 0; i < inputs; ++i) into[(o * taps + t) * inputs + i] = p.weight_in[(i * taps + taps - 1 - t) * hidden + o];
+        for (long i = 0; i < inputs; ++i) into[(t * hidden + o) * inputs + i] = p.weight_in[((taps - 1 - t) * inputs + i) * hidden + o];
         for (long h = 0; h < outputs; ++h)
-          out_of[(h * taps + t) * hidden + o] = p.weight_out[(o * taps + taps - 1 - t) * outputs + h];
+          out_of[(t * outputs + h) * hidden + o] = p.weight_out[((taps - 1 - t) * hidden + o) * outputs + h];
       }
     for (long s = 0; s < p.batch; ++s)
       for (long n = 0; n < row_blocks; ++n) {
@@ -753,13 +754,14 @@ struct NetworkBackward {
       const i8 seen[2] = {seen_at(lane), seen_at(lane + 8)};
       block.score<TAPS>(r, j, hidden, [&](long h, v8 left, v8 right) {
         const long at = (block.s * heads + h) * p.queries + block.row + r;
-        const float factor = factor_of(p, block.s * heads + h, block.row + r), lse = p.lse[at], drop = p.delta[at];
+        const float factor = factor_of(p, block.s * heads + h, block.row + r), most = p.most[at], share = 1 / p.total[at],
+                    drop = p.delta[at];
         const v8 scores[2] = {left, right};
         v8 way = all(0), total = all(0);
         for (int half = 0; half < 2; ++half) {
           const long to = h * rows * COLUMNS + 8 * half;
-          const v8 raw = pick(seen[half], scores[half] * factor - lse, all(-INF));
-          const v8 weight = exponential(raw);
+          const v8 raw = pick(seen[half], scores[half] * factor - most, all(-INF));
+          const v8 weight = exponential(raw) * share;
           const v8 d = (v8)((i8)(weight * (load(d_weights + r * COLUMNS + j + 2 * LAG + to) - drop)) & seen[half]);
           store(w + to, weight);
           store(d_score + h * STRIDE + j + 8 * half, d * factor);
@@ -829,23 +831,17 @@ struct NetworkBackward {
 
 // ---- contextual positions -------------------------------------------------------------------------------------------
 
-#ifdef __clang__
-#define LENGTHWISE_LANES(x, ...) __builtin_shufflevector(x, all(0), __VA_ARGS__)
-#else
-#define LENGTHWISE_LANES(x, ...) __builtin_shuffle(x, all(0), i8{__VA_ARGS__})
-#endif
-
-// Each lane with all lanes after it, or before it.
-inline v8 sums_from_right(v8 x) {
-  x += LENGTHWISE_LANES(x, 1, 2, 3, 4, 5, 6, 7, 8);
-  x += LENGTHWISE_LANES(x, 2, 3, 4, 5, 6, 7, 8, 8);
-  return x + LENGTHWISE_LANES(x, 4, 5, 6, 7, 8, 8, 8, 8);
+// Running sums of eight lanes from the right or from the left, on from `total`, each rounded once.
+inline v8 sums_from_right(v8 x, double& total) {
+  v8 out;
+  for (int lane = 7; lane >= 0; --lane) out[lane] = float(total += x[lane]);
+  return out;
 }
 
-inline v8 sums_from_left(v8 x) {
-  x += LENGTHWISE_LANES(x, 8, 0, 1, 2, 3, 4, 5, 6);
-  x += LENGTHWISE_LANES(x, 8, 8, 0, 1, 2, 3, 4, 5);
-  return x + LENGTHWISE_LANES(x, 8, 8, 8, 8, 0, 1, 2, 3);
+inline v8 sums_from_left(v8 x, double& total) {
+  v8 out;
+  for (int lane = 0; lane < 8; ++lane) out[lane] = float(total += x[lane]);
+  return out;
 }
 
 // Where the keys of a block stand for one row, between which two columns of the table, and what that adds to a score.
@@ -854,7 +850,7 @@ struct Places {
   alignas(32) float gate[COLUMNS], part[COLUMNS], rise[COLUMNS], added[COLUMNS];
   alignas(32) int32_t below[COLUMNS], above[COLUMNS];
 
-  // `counted` is the sum of the gates to the right, in float64: every position is rounded once, however long the row.
+  // `counted` is the sum of the gates to the right, in float64: a position is rounded once, however long the row.
   void take(const float* content, const int32_t* seen, const float* of_table, long positions, double& counted) {
     const float last = float(positions - 1);
     beyond = counted >= last;
@@ -863,9 +859,8 @@ struct Places {
       return;
     }
     for (long j = COLUMNS - 8; j >= 0; j -= 8) {
-      const v8 gates = lanes_and(sigmoid(load(content + j)), seen + j), sums = sums_from_right(gates);
-      v8 position = plus(sums, counted);
-      counted += sums[0];
+      const v8 gates = lanes_and(sigmoid(load(content + j)), seen + j);
+      v8 position = sums_from_right(gates, counted);
       position = pick(position > last, all(last), position);
       i8 whole = __builtin_convertvector(position, i8);
       whole &= (whole >= 0) & (whole < (int32_t)positions);  // a NaN has no column
@@ -888,7 +883,7 @@ struct Places {
 
   static void count(const float* content, const int32_t* seen, double& counted) {
     for (long j = COLUMNS - 8; j >= 0; j -= 8)
-      counted += sums_from_right(lanes_and(sigmoid(load(content + j)), seen + j))[0];
+      sums_from_right(lanes_and(sigmoid(load(content + j)), seen + j), counted);
   }
 
   // From the gradient of scores to that of content, by its gate too; `risen` is the sum of positions' gradients so far.
@@ -906,9 +901,8 @@ struct Places {
         d_of_table[below[j + lane]] += lower[lane];
         d_of_table[above[j + lane]] += upper[lane];
       }
-      const v8 sums = sums_from_left(own * load(rise + j));
-      store(d + j, own + plus(sums, risen) * (g * (1.0f - g)));
-      risen += sums[7];
+      const v8 of_gate = sums_from_left(own * load(rise + j), risen);
+      store(d + j, own + of_gate * (g * (1.0f - g)));
     }
   }
 };
@@ -984,7 +978,7 @@ void positions_forward(const Task& p, long s, long h, long row, const float* pac
   }
   for (long r = 0; r < rows; ++r) {
     const long at = block.index * p.queries + row + r;
-    softmax[r].end(p.out + at * p.value, &summed[r * p.value], p.value, p.lse + at);
+    softmax[r].end(p, at, &summed[r * p.value]);
   }
 }
 
@@ -1025,11 +1019,12 @@ void positions_backward(const Task& p, long s, long h, long row, const float* k_
       double before = b < near ? double(p.positions) : counts[(end - 1 - b) * rows + r];
       block.score(r, column, before, w);
       const long at = block.index * p.queries + row + r;
-      const float factor = factor_of(p, block.index, row + r), lse = p.lse[at], drop = p.delta[at];
+      const float factor = factor_of(p, block.index, row + r), most = p.most[at], share = 1 / p.total[at],
+                    drop = p.delta[at];
       v8 way = all(0);
       for (long j = 0; j < COLUMNS; j += 8) {
         const i8 seen = seen_at(&block.visible[r * COLUMNS + j]);
-        const v8 score = load(w + j), weight = exponential(pick(seen, score * factor - lse, all(-INF)));
+        const v8 score = load(w + j), weight = exponential(pick(seen, score * factor - most, all(-INF))) * share;
         const v8 own = (v8)((i8)(weight * (load(d + j) - drop)) & seen);
         store(w + j, weight);
         store(d + j, own * factor);

@@ -41,8 +41,20 @@ COUNTS = (
 )
 ARRAYS = (
     *("q", "k", "v", "mask", "strip", "query_level", "key_level", "slope", "rows", "logit_scale", "sink"),
-    *("weight_in", "bias_in", "weight_out", "bias_out", "table", "table_t", "out", "lse", "d_out", "delta"),
-    *("d_q", "d_k", "d_v", "d_strip", "d_slope", "d_query_level", "d_key_level", "d_rows", "d_logit_scale"),
+    *("weight_in", "bias_in", "weight_out", "bias_out", "table", "table_t", "out", "lse", "most", "total"),
+    *(
+        "d_out",
+        "delta",
+        "d_q",
+        "d_k",
+        "d_v",
+        "d_strip",
+        "d_slope",
+        "d_query_level",
+        "d_key_level",
+        "d_rows",
+        "d_logit_scale",
+    ),
     *("d_network", "d_table"),
 )
 
@@ -171,17 +183,17 @@ def make_problem(call: AttentionCall) -> tuple[Problem, dict[str, Tensor]]:
 
 
 def _network(network: HeadNetwork) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """The layers' weights as input x tap x output, with channels up to a multiple of 4."""
+    """The layers' weights as tap x input x output, with channels up to a multiple of 4."""
     hidden, inputs, kernel = network.weight_in.shape
     heads = inputs // 2
     channels = {"hidden_channels": hidden, "input_channels": inputs, "output_channels": heads}
     channels = {name: count + -count % 4 for name, count in channels.items()}
     wide_in, wide_hidden, wide_out = (channels[f"{name}_channels"] for name in ("input", "hidden", "output"))
-    weight_in, weight_out = (w.float().permute(1, 2, 0) for w in (network.weight_in, network.weight_out))
+    weight_in, weight_out = (w.float().permute(2, 1, 0) for w in (network.weight_in, network.weight_out))
     return {"hidden": hidden, "kernel": kernel, **channels}, {
-        "weight_in": F.pad(weight_in, (0, wide_hidden - hidden, 0, 0, 0, wide_in - inputs)).contiguous(),
+        "weight_in": F.pad(weight_in, (0, wide_hidden - hidden, 0, wide_in - inputs)).contiguous(),
         "bias_in": F.pad(network.bias_in.float(), (0, wide_hidden - hidden)),
-        "weight_out": F.pad(weight_out, (0, wide_out - heads, 0, 0, 0, wide_hidden - hidden)).contiguous(),
+        "weight_out": F.pad(weight_out, (0, wide_out - heads, 0, wide_hidden - hidden)).contiguous(),
         "bias_out": F.pad(network.bias_out.float(), (0, wide_out - heads)),
     }
 
@@ -239,7 +251,9 @@ def rows_of(bias: Bias, rows: slice) -> Float[Tensor, "#batch #head row key"]:
     if isinstance(bias, LineBias):
         x = bias.factor[:, rows, None] * rows_of(bias.curve, rows)[:, 0]
         line = torch.bucketize(x.detach(), bias.knots, right=True)
-        slope, intercept = (F.embedding(line, of_line.T).permute(0, 3, 1, 2) for of_line in (bias.slope, bias.intercept))
+        slope, intercept = (
+            F.embedding(line, of_line.T).permute(0, 3, 1, 2) for of_line in (bias.slope, bias.intercept)
+        )
         return slope * x[:, None] + intercept
     return bias.tile(rows, ALL)
 
@@ -252,14 +266,14 @@ class _Rescored(torch.autograd.Function):
         tensors = dict(zip(problem.names, given, strict=True))
         n, q = problem.counts, tensors["q"]
         out = q.new_empty(n["batch"], n["heads"], n["queries"], n["value"])
-        lse = q.new_empty(n["batch"], n["heads"], n["queries"])
-        arrays = _of_kernel(tensors) | {"out": out, "lse": lse}
+        lse, most, total = (q.new_empty(n["batch"], n["heads"], n["queries"]) for _ in range(3))
+        arrays = _of_kernel(tensors) | {"out": out, "lse": lse, "most": most, "total": total}
         if out.numel():
             bias = problem.bias_of(tensors)
             for rows in problem.chunks():
                 problem.run("forward", rows, arrays, None if bias is None else _filled(rows_of(bias, rows)))
         ctx.problem = problem
-        ctx.save_for_backward(*given, out, lse)
+        ctx.save_for_backward(*given, out, lse, most, total)
         return out, lse
 
     @staticmethod
@@ -268,7 +282,7 @@ class _Rescored(torch.autograd.Function):
         with torch.no_grad():
             found = _gradients(ctx.problem, given, d_out, d_lse, ctx.needs_input_grad[1:])
         if torch.is_grad_enabled():
-            floating = [x for x in (*given[:-2], d_out, d_lse) if x.is_floating_point()]
+            floating = [x for x in (*given[: len(ctx.problem.names)], d_out, d_lse) if x.is_floating_point()]
             present = [x for x in found if x is not None]
             marked = iter(_FirstOnly.apply(len(present), *present, *floating))
             found = [None if x is None else next(marked) for x in found]
@@ -293,14 +307,14 @@ class _FirstOnly(torch.autograd.Function):
 def _gradients(
     problem: Problem, saved: tuple[Tensor, ...], d_out: Tensor, d_lse: Tensor, wanted: tuple[bool, ...]
 ) -> list[Tensor | None]:
-    *given, out, lse = saved
+    *given, out, lse, most, total = saved
     tensors = dict(zip(problem.names, given, strict=True))
     n = problem.counts
     d_out = d_out.contiguous()
-    delta = (d_out * out).sum(-1) - d_lse
+    delta = ((d_out * out).sum(-1, dtype=torch.float64) - d_lse).float()
     learned = any(want and _is_of_bias(name) for name, want in zip(problem.names, wanted, strict=True))
     n["learned"] = int(learned)
-    arrays = _of_kernel(tensors) | {"out": out, "lse": lse, "d_out": d_out, "delta": delta.contiguous()}
+    arrays = _of_kernel(tensors) | {"most": most, "total": total, "d_out": d_out, "delta": delta.contiguous()}
     arrays |= {f"d_{name}": torch.zeros_like(tensors[name]) for name in ("q", "k", "v")}
     rows_shape = (n["batch"], n["heads"], n["queries"])
     if "logit_scale" in tensors:
@@ -320,7 +334,9 @@ def _gradients(
     found: dict[str, Tensor] = {}
     if out.numel():
         _run_backward(problem, tensors, arrays, found, learned)
-    found |= {name.removeprefix("d_"): x for name, x in arrays.items() if name in ("d_q", "d_k", "d_v", "d_logit_scale")}
+    found |= {
+        name.removeprefix("d_"): x for name, x in arrays.items() if name in ("d_q", "d_k", "d_v", "d_logit_scale")
+    }
     if "sink" in tensors:
         weight = (tensors["sink"] - lse).exp().where(lse != -torch.inf, 0)
         found["sink"] = -weight * delta
@@ -356,7 +372,9 @@ def _run_backward(
         problem.run("backward", rows, arrays | {"d_rows": d_rows}, _filled(tile.detach()))
         if not (learned and tile.requires_grad):
             continue
-        parts = torch.autograd.grad(tile, list(sources.values()), d_rows.sum_to_size(tile.shape).to(tile.dtype), allow_unused=True)
+        parts = torch.autograd.grad(
+            tile, list(sources.values()), d_rows.sum_to_size(tile.shape).to(tile.dtype), allow_unused=True
+        )
         for name, part in zip(sources, parts, strict=True):
             if part is not None:
                 key = f"bias.{name}"
@@ -369,8 +387,8 @@ def _of_network(sums: Tensor, tensors: dict[str, Tensor], n: dict[str, int]) -> 
     names = ("weight_in", "weight_out", "bias_in", "bias_out")
     into, out_of, bias_in, bias_out = sums.float().split([tensors[name].numel() for name in names])
     return {
-        "weight_in": into.view(kernel, hidden, -1).permute(2, 0, 1),
-        "weight_out": out_of.view(kernel, hidden, -1).permute(1, 0, 2),
+        "weight_in": into.view(kernel, hidden, -1).transpose(1, 2),
+        "weight_out": out_of.view(kernel, hidden, -1),
         "bias_in": bias_in,
         "bias_out": bias_out,
     }
