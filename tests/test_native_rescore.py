@@ -1,4 +1,4 @@
-"""Rescored attention in the C++ kernel: as exact as the reference, for every bias, mask and precision, and repeatable."""
+"""Rescored attention in the C++ kernel: as exact as the reference for every bias and mask, the same in every run."""
 
 import random
 import subprocess

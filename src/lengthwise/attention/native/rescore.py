@@ -1,7 +1,7 @@
-"""Attention whose scores a small network or contextual positions make: forward and backward, in memory linear in length.
+"""Attention whose scores a small network or contextual positions make, in C++, forward and backward.
 
-The kernel knows biases by distance and by level. Any other bias, and every mask beyond causality, is filled in for a
-chunk of rows at a time, and gives its gradient back by chunks too.
+Memory is linear in length. The kernel knows biases by distance and by level. Any other bias, and every mask beyond
+causality, is filled in for a chunk of rows at a time, and gets its gradient back by chunks too.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ from lengthwise.bias import ALL, Bias, DistanceBias, LevelBias, LineBias, SumBia
 from lengthwise.rescore import ContextualPositions, HeadNetwork
 
 MARGIN, COLUMNS, STRANDS = 8, 64, 16
-"""As in rescore.cpp: room in front of the first key, keys in a block, and sums over rows that are added at the end."""
+"""As in rescore.h: room in front of the first key, keys in a block, and sums over rows that are added at the end."""
 
 CHUNK = 2**22
 """How many numbers a chunk of a bias may have."""
@@ -35,7 +35,7 @@ KINDS = {"none": 0, "strip": 1, "level": 2, "filled": 3}
 
 COUNTS = (
     *("batch", "heads", "group", "queries", "keys", "dim", "value", "start", "causal", "threads", "row_from", "row_to"),
-    *("hidden", "hidden_channels", "input_channels", "output_channels", "kernel", "positions", "position_channels"),
+    *("hidden_channels", "input_channels", "output_channels", "kernel", "positions", "position_channels"),
     *("kind", "learned", "mask_batch", "strip_batch", "strip_head", "strip_length", "level_batch", "level_head"),
     *("key_level_batch", "key_level_head", "slope_batch", "slope_head", "rows_batch", "rows_head"),
 )
@@ -60,7 +60,7 @@ ARRAYS = (
 
 
 class Record(ctypes.Structure):
-    """rescore.cpp's Task, field by field."""
+    """rescore.h's Task, field by field."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in COUNTS),
@@ -123,9 +123,12 @@ class Problem:
         for row in range(0, n["queries"], size):
             yield slice(row, min(row + size, n["queries"]))
 
-    def run(self, direction: str, rows: slice, arrays: dict[str, Tensor], filled: Tensor | None) -> None:
-        """Call the kernel for some rows; `filled` is their bias."""
+    def run(
+        self, direction: str, rows: slice, arrays: dict[str, Tensor], filled: Tensor | None, *, learned: bool = False
+    ) -> None:
+        """Call the kernel for some rows; `filled` is their bias, which is `learned` if it wants a gradient."""
         counts = self.counts | {"row_from": rows.start, "row_to": rows.stop, "threads": torch.get_num_threads()}
+        counts["learned"] = int(learned)
         own = dict(arrays)
         if self.visibility is not None:
             own["mask"] = self.visibility.mask(rows)[:, 0].contiguous()
@@ -190,7 +193,7 @@ def _network(network: HeadNetwork) -> tuple[dict[str, int], dict[str, Tensor]]:
     channels = {name: count + -count % 4 for name, count in channels.items()}
     wide_in, wide_hidden, wide_out = (channels[f"{name}_channels"] for name in ("input", "hidden", "output"))
     weight_in, weight_out = (w.float().permute(2, 1, 0) for w in (network.weight_in, network.weight_out))
-    return {"hidden": hidden, "kernel": kernel, **channels}, {
+    return {"kernel": kernel, **channels}, {
         "weight_in": F.pad(weight_in, (0, wide_hidden - hidden, 0, wide_in - inputs)).contiguous(),
         "bias_in": F.pad(network.bias_in.float(), (0, wide_hidden - hidden)),
         "weight_out": F.pad(weight_out, (0, wide_out - heads, 0, wide_hidden - hidden)).contiguous(),
@@ -218,14 +221,15 @@ def _bias(call: AttentionCall) -> tuple[str, dict[str, int], dict[str, Tensor]]:
         return "strip", {"strip_batch": batch, "strip_head": head, "strip_length": strip.shape[2]}, {"strip": strip}
     if isinstance(bias, LevelBias) and bias.curve == "linear" and bias.query_rest is None:
         summed = bias.summed()
-        assert summed.query_level is not None and summed.key_level is not None
+        assert summed.query_level is not None
+        assert summed.key_level is not None
         made = {
             "query_level": summed.query_level.double().contiguous(),
             "key_level": F.pad(summed.key_level.double(), (MARGIN, 2 * COLUMNS)).contiguous(),
             "slope": summed.slope.float().expand(-1, -1, call.queries).contiguous(),
         }
         names = {"query_level": "level", "key_level": "key_level", "slope": "slope"}
-        strides = {}
+        strides: dict[str, int] = {}
         for name, x in made.items():
             batch, head, _ = _strides(x)
             strides |= {f"{names[name]}_batch": batch, f"{names[name]}_head": head}
@@ -313,7 +317,6 @@ def _gradients(
     d_out = d_out.contiguous()
     delta = ((d_out * out).sum(-1, dtype=torch.float64) - d_lse).float()
     learned = any(want and _is_of_bias(name) for name, want in zip(problem.names, wanted, strict=True))
-    n["learned"] = int(learned)
     arrays = _of_kernel(tensors) | {"most": most, "total": total, "d_out": d_out, "delta": delta.contiguous()}
     arrays |= {f"d_{name}": torch.zeros_like(tensors[name]) for name in ("q", "k", "v")}
     rows_shape = (n["batch"], n["heads"], n["queries"])
@@ -360,7 +363,7 @@ def _run_backward(
     bias = problem.bias_of(tensors)
     if bias is None:
         for rows in problem.chunks():
-            problem.run("backward", rows, arrays, None)
+            problem.run("backward", rows, arrays, None, learned=learned)
         return
     sources = {name: x.detach().requires_grad_() for name, x in bias.tensors().items() if x.is_floating_point()}
     bias = bias.rebuilt(sources)
@@ -369,7 +372,7 @@ def _run_backward(
         with torch.enable_grad():
             tile = rows_of(bias, rows)
         d_rows = arrays["q"].new_zeros(n["batch"], n["heads"], rows.stop - rows.start, n["keys"])
-        problem.run("backward", rows, arrays | {"d_rows": d_rows}, _filled(tile.detach()))
+        problem.run("backward", rows, arrays | {"d_rows": d_rows}, _filled(tile.detach()), learned=learned)
         if not (learned and tile.requires_grad):
             continue
         parts = torch.autograd.grad(
