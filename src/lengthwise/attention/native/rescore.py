@@ -1,7 +1,7 @@
-"""Attention whose scores a small network or contextual positions make: forward and backward, in memory linear in length.
+"""Attention whose scores a small network or contextual positions make, in C++, forward and backward.
 
-The kernel knows biases by distance and by level. Any other bias, and every mask beyond causality, is filled in for a
-chunk of rows at a time, and gives its gradient back by chunks too.
+Memory is linear in length. The kernel knows biases by distance and by level. Any other bias, and every mask beyond
+causality, is filled in for a chunk of rows at a time, and gets its gradient back by chunks too.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ from lengthwise.bias import ALL, Bias, DistanceBias, LevelBias, LineBias, SumBia
 from lengthwise.rescore import ContextualPositions, HeadNetwork
 
 MARGIN, COLUMNS, STRANDS = 8, 64, 16
-"""As in rescore.cpp: room in front of the first key, keys in a block, and sums over rows that are added at the end."""
+"""As in rescore.h: room in front of the first key, keys in a block, and sums over rows that are added at the end."""
 
 CHUNK = 2**22
 """How many numbers a chunk of a bias may have."""
@@ -35,20 +35,32 @@ KINDS = {"none": 0, "strip": 1, "level": 2, "filled": 3}
 
 COUNTS = (
     *("batch", "heads", "group", "queries", "keys", "dim", "value", "start", "causal", "threads", "row_from", "row_to"),
-    *("hidden", "hidden_channels", "input_channels", "output_channels", "kernel", "positions", "position_channels"),
+    *("hidden_channels", "input_channels", "output_channels", "kernel", "positions", "position_channels"),
     *("kind", "learned", "mask_batch", "strip_batch", "strip_head", "strip_length", "level_batch", "level_head"),
     *("key_level_batch", "key_level_head", "slope_batch", "slope_head", "rows_batch", "rows_head"),
 )
 ARRAYS = (
     *("q", "k", "v", "mask", "strip", "query_level", "key_level", "slope", "rows", "logit_scale", "sink"),
-    *("weight_in", "bias_in", "weight_out", "bias_out", "table", "table_t", "out", "lse", "d_out", "delta"),
-    *("d_q", "d_k", "d_v", "d_strip", "d_slope", "d_query_level", "d_key_level", "d_rows", "d_logit_scale"),
+    *("weight_in", "bias_in", "weight_out", "bias_out", "table", "table_t", "out", "lse", "most", "total"),
+    *(
+        "d_out",
+        "delta",
+        "d_q",
+        "d_k",
+        "d_v",
+        "d_strip",
+        "d_slope",
+        "d_query_level",
+        "d_key_level",
+        "d_rows",
+        "d_logit_scale",
+    ),
     *("d_network", "d_table"),
 )
 
 
 class Record(ctypes.Structure):
-    """rescore.cpp's Task, field by field."""
+    """rescore.h's Task, field by field."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in COUNTS),
@@ -111,9 +123,12 @@ class Problem:
         for row in range(0, n["queries"], size):
             yield slice(row, min(row + size, n["queries"]))
 
-    def run(self, direction: str, rows: slice, arrays: dict[str, Tensor], filled: Tensor | None) -> None:
-        """Call the kernel for some rows; `filled` is their bias."""
+    def run(
+        self, direction: str, rows: slice, arrays: dict[str, Tensor], filled: Tensor | None, *, learned: bool = False
+    ) -> None:
+        """Call the kernel for some rows; `filled` is their bias, which is `learned` if it wants a gradient."""
         counts = self.counts | {"row_from": rows.start, "row_to": rows.stop, "threads": torch.get_num_threads()}
+        counts["learned"] = int(learned)
         own = dict(arrays)
         if self.visibility is not None:
             own["mask"] = self.visibility.mask(rows)[:, 0].contiguous()
@@ -171,17 +186,17 @@ def make_problem(call: AttentionCall) -> tuple[Problem, dict[str, Tensor]]:
 
 
 def _network(network: HeadNetwork) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """The layers' weights as input x tap x output, with channels up to a multiple of 4."""
+    """The layers' weights as tap x input x output, with channels up to a multiple of 4."""
     hidden, inputs, kernel = network.weight_in.shape
     heads = inputs // 2
     channels = {"hidden_channels": hidden, "input_channels": inputs, "output_channels": heads}
     channels = {name: count + -count % 4 for name, count in channels.items()}
     wide_in, wide_hidden, wide_out = (channels[f"{name}_channels"] for name in ("input", "hidden", "output"))
-    weight_in, weight_out = (w.float().permute(1, 2, 0) for w in (network.weight_in, network.weight_out))
-    return {"hidden": hidden, "kernel": kernel, **channels}, {
-        "weight_in": F.pad(weight_in, (0, wide_hidden - hidden, 0, 0, 0, wide_in - inputs)).contiguous(),
+    weight_in, weight_out = (w.float().permute(2, 1, 0) for w in (network.weight_in, network.weight_out))
+    return {"kernel": kernel, **channels}, {
+        "weight_in": F.pad(weight_in, (0, wide_hidden - hidden, 0, wide_in - inputs)).contiguous(),
         "bias_in": F.pad(network.bias_in.float(), (0, wide_hidden - hidden)),
-        "weight_out": F.pad(weight_out, (0, wide_out - heads, 0, 0, 0, wide_hidden - hidden)).contiguous(),
+        "weight_out": F.pad(weight_out, (0, wide_out - heads, 0, wide_hidden - hidden)).contiguous(),
         "bias_out": F.pad(network.bias_out.float(), (0, wide_out - heads)),
     }
 
@@ -206,14 +221,15 @@ def _bias(call: AttentionCall) -> tuple[str, dict[str, int], dict[str, Tensor]]:
         return "strip", {"strip_batch": batch, "strip_head": head, "strip_length": strip.shape[2]}, {"strip": strip}
     if isinstance(bias, LevelBias) and bias.curve == "linear" and bias.query_rest is None:
         summed = bias.summed()
-        assert summed.query_level is not None and summed.key_level is not None
+        assert summed.query_level is not None
+        assert summed.key_level is not None
         made = {
             "query_level": summed.query_level.double().contiguous(),
             "key_level": F.pad(summed.key_level.double(), (MARGIN, 2 * COLUMNS)).contiguous(),
             "slope": summed.slope.float().expand(-1, -1, call.queries).contiguous(),
         }
         names = {"query_level": "level", "key_level": "key_level", "slope": "slope"}
-        strides = {}
+        strides: dict[str, int] = {}
         for name, x in made.items():
             batch, head, _ = _strides(x)
             strides |= {f"{names[name]}_batch": batch, f"{names[name]}_head": head}
@@ -239,7 +255,9 @@ def rows_of(bias: Bias, rows: slice) -> Float[Tensor, "#batch #head row key"]:
     if isinstance(bias, LineBias):
         x = bias.factor[:, rows, None] * rows_of(bias.curve, rows)[:, 0]
         line = torch.bucketize(x.detach(), bias.knots, right=True)
-        slope, intercept = (F.embedding(line, of_line.T).permute(0, 3, 1, 2) for of_line in (bias.slope, bias.intercept))
+        slope, intercept = (
+            F.embedding(line, of_line.T).permute(0, 3, 1, 2) for of_line in (bias.slope, bias.intercept)
+        )
         return slope * x[:, None] + intercept
     return bias.tile(rows, ALL)
 
@@ -252,14 +270,14 @@ class _Rescored(torch.autograd.Function):
         tensors = dict(zip(problem.names, given, strict=True))
         n, q = problem.counts, tensors["q"]
         out = q.new_empty(n["batch"], n["heads"], n["queries"], n["value"])
-        lse = q.new_empty(n["batch"], n["heads"], n["queries"])
-        arrays = _of_kernel(tensors) | {"out": out, "lse": lse}
+        lse, most, total = (q.new_empty(n["batch"], n["heads"], n["queries"]) for _ in range(3))
+        arrays = _of_kernel(tensors) | {"out": out, "lse": lse, "most": most, "total": total}
         if out.numel():
             bias = problem.bias_of(tensors)
             for rows in problem.chunks():
                 problem.run("forward", rows, arrays, None if bias is None else _filled(rows_of(bias, rows)))
         ctx.problem = problem
-        ctx.save_for_backward(*given, out, lse)
+        ctx.save_for_backward(*given, out, lse, most, total)
         return out, lse
 
     @staticmethod
@@ -268,7 +286,7 @@ class _Rescored(torch.autograd.Function):
         with torch.no_grad():
             found = _gradients(ctx.problem, given, d_out, d_lse, ctx.needs_input_grad[1:])
         if torch.is_grad_enabled():
-            floating = [x for x in (*given[:-2], d_out, d_lse) if x.is_floating_point()]
+            floating = [x for x in (*given[: len(ctx.problem.names)], d_out, d_lse) if x.is_floating_point()]
             present = [x for x in found if x is not None]
             marked = iter(_FirstOnly.apply(len(present), *present, *floating))
             found = [None if x is None else next(marked) for x in found]
@@ -293,14 +311,13 @@ class _FirstOnly(torch.autograd.Function):
 def _gradients(
     problem: Problem, saved: tuple[Tensor, ...], d_out: Tensor, d_lse: Tensor, wanted: tuple[bool, ...]
 ) -> list[Tensor | None]:
-    *given, out, lse = saved
+    *given, out, lse, most, total = saved
     tensors = dict(zip(problem.names, given, strict=True))
     n = problem.counts
     d_out = d_out.contiguous()
-    delta = (d_out * out).sum(-1) - d_lse
+    delta = ((d_out * out).sum(-1, dtype=torch.float64) - d_lse).float()
     learned = any(want and _is_of_bias(name) for name, want in zip(problem.names, wanted, strict=True))
-    n["learned"] = int(learned)
-    arrays = _of_kernel(tensors) | {"out": out, "lse": lse, "d_out": d_out, "delta": delta.contiguous()}
+    arrays = _of_kernel(tensors) | {"most": most, "total": total, "d_out": d_out, "delta": delta.contiguous()}
     arrays |= {f"d_{name}": torch.zeros_like(tensors[name]) for name in ("q", "k", "v")}
     rows_shape = (n["batch"], n["heads"], n["queries"])
     if "logit_scale" in tensors:
@@ -320,7 +337,9 @@ def _gradients(
     found: dict[str, Tensor] = {}
     if out.numel():
         _run_backward(problem, tensors, arrays, found, learned)
-    found |= {name.removeprefix("d_"): x for name, x in arrays.items() if name in ("d_q", "d_k", "d_v", "d_logit_scale")}
+    found |= {
+        name.removeprefix("d_"): x for name, x in arrays.items() if name in ("d_q", "d_k", "d_v", "d_logit_scale")
+    }
     if "sink" in tensors:
         weight = (tensors["sink"] - lse).exp().where(lse != -torch.inf, 0)
         found["sink"] = -weight * delta
@@ -344,7 +363,7 @@ def _run_backward(
     bias = problem.bias_of(tensors)
     if bias is None:
         for rows in problem.chunks():
-            problem.run("backward", rows, arrays, None)
+            problem.run("backward", rows, arrays, None, learned=learned)
         return
     sources = {name: x.detach().requires_grad_() for name, x in bias.tensors().items() if x.is_floating_point()}
     bias = bias.rebuilt(sources)
@@ -353,10 +372,12 @@ def _run_backward(
         with torch.enable_grad():
             tile = rows_of(bias, rows)
         d_rows = arrays["q"].new_zeros(n["batch"], n["heads"], rows.stop - rows.start, n["keys"])
-        problem.run("backward", rows, arrays | {"d_rows": d_rows}, _filled(tile.detach()))
+        problem.run("backward", rows, arrays | {"d_rows": d_rows}, _filled(tile.detach()), learned=learned)
         if not (learned and tile.requires_grad):
             continue
-        parts = torch.autograd.grad(tile, list(sources.values()), d_rows.sum_to_size(tile.shape).to(tile.dtype), allow_unused=True)
+        parts = torch.autograd.grad(
+            tile, list(sources.values()), d_rows.sum_to_size(tile.shape).to(tile.dtype), allow_unused=True
+        )
         for name, part in zip(sources, parts, strict=True):
             if part is not None:
                 key = f"bias.{name}"
@@ -369,8 +390,8 @@ def _of_network(sums: Tensor, tensors: dict[str, Tensor], n: dict[str, int]) -> 
     names = ("weight_in", "weight_out", "bias_in", "bias_out")
     into, out_of, bias_in, bias_out = sums.float().split([tensors[name].numel() for name in names])
     return {
-        "weight_in": into.view(kernel, hidden, -1).permute(2, 0, 1),
-        "weight_out": out_of.view(kernel, hidden, -1).permute(1, 0, 2),
+        "weight_in": into.view(kernel, hidden, -1).transpose(1, 2),
+        "weight_out": out_of.view(kernel, hidden, -1),
         "bias_in": bias_in,
         "bias_out": bias_out,
     }
