@@ -14,7 +14,7 @@ files, the page and pictures all use that one description. It is a pytree.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
@@ -71,7 +71,7 @@ class Description:
     """
 
     field_defaults: ClassVar[dict[str, Any]]
-    """Its fields by name, in order, with their defaults; set by `described`."""
+    """Its fields by name, in order, with their defaults, None where they have none; set by `described`."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything a gradient or a file needs, by name."""
@@ -109,7 +109,7 @@ KINDS: dict[str, type[Description]] = {}
 
 def described(cls: type[Any]) -> type[Any]:
     """Register a dataclass as a Description: by name, and as a pytree. A decorator."""
-    cls.field_defaults = {part.name: part.default for part in fields(cls)}
+    cls.field_defaults = {part.name: None if part.default is MISSING else part.default for part in fields(cls)}
     KINDS[cls.__name__] = cls
 
     def flatten(x: Any) -> tuple[list[Tensor], tuple[tuple[str, Any], ...]]:
@@ -133,7 +133,7 @@ def rebuild(kind: str, tensors: Mapping[str, Tensor], static: Mapping[str, Stati
     """A description from what `tensors()` and `static()` gave, checked: it may come from a file."""
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}; known: {', '.join(KINDS)}")
-    return _build(KINDS[kind], {**tensors, **static}, "", lambda cls, values: cls(**values))
+    return _build(KINDS[kind], {**tensors, **static}, "", lambda cls, values: cls(**cls.field_defaults | values))
 
 
 def _parts(x: Description, prefix: str = "") -> Iterator[tuple[str, Any]]:
