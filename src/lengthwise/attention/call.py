@@ -11,7 +11,7 @@ from lengthwise.attention.skipping import is_skipping
 from lengthwise.attention.visibility import Visibility
 from lengthwise.bias import Bias, DistanceBias, LevelBias
 from lengthwise.errors import check_flag, check_int, describe
-from lengthwise.rescore import Rescore
+from lengthwise.rescore import HeadNetwork, Rescore
 from lengthwise.token_layout import Band, TokenLayout, Window, check_per_key
 
 FEW_QUERIES = 4
@@ -159,6 +159,10 @@ def checked_call(
     if rescore is not None and not isinstance(rescore, Rescore):
         raise TypeError(
             f"rescore must be a described Rescore, got {describe(rescore)}; use encoding.rescore(x, layout)"
+        )
+    if isinstance(rescore, HeadNetwork) and layout.mask is not None and layout.mask.shape[1] > 1:
+        raise ValueError(
+            f"a HeadNetwork mixes heads, so that the mask must be the same for all heads, got {layout.mask.shape[1]}"
         )
     for name, value in (("scale", scale), ("softcap", softcap)):
         real = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
