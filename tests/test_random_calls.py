@@ -12,15 +12,16 @@ from lengthwise.attention import BACKENDS
 
 CALLS, CHUNKS = 300, 20
 PROVEN, PROVEN_CHUNKS = 20_000, 400
-FLEX_CALLS, FLEX_PROVEN = 2, 12
+FLEX_CALLS = 8
 
 JUDGED = ("native", "row_block", "sdpa", "reference")
-"""FlexAttention compiles anew at every shape and has calls of its own below."""
+"""FlexAttention compiles every sort of call for the better part of a minute, and has a few of its own below."""
 
-FLOORS = {"native": 0, "row_block": 0, "sdpa": 60, "flex": 0, "reference": CALLS}
+FLOORS = {"native": 190, "row_block": 290, "sdpa": 60, "flex": 8, "reference": CALLS}
 """How many of the first 300 calls each backend must take, so that none is right by refusing.
 
-A little below what each takes today. sdpa has no log-sum-exp and so neither sinks nor half of all calls.
+A little below what each takes: native has no explicit masks and no dense biases or functions outside of decoding, sdpa
+no log-sum-exp and so neither sinks nor half of all calls, flex on a CPU no gradients.
 """
 
 
@@ -48,7 +49,8 @@ def test_every_backend_is_right_in_twenty_thousand_calls(chunk):
 
 
 def test_no_backend_refuses_more_than_it_must():
-    taken = Counter(name for seed in range(CALLS) for name in BACKENDS if accepts(random_call(seed), name))
+    calls = [random_call(seed) for seed in range(CALLS)]
+    taken = Counter(name for call in calls for name in BACKENDS if accepts(call, name))
     assert all(taken[name] >= floor for name, floor in FLOORS.items()), taken
 
 
@@ -58,14 +60,9 @@ def flex_seeds(count: int) -> list[int]:
     return [seed for seed, _ in zip(seeds, range(count), strict=False)]
 
 
+@pytest.mark.prove
 def test_flex_is_right_in_a_few_calls():
     for seed in flex_seeds(FLEX_CALLS):
-        judge(random_call(seed), "flex")
-
-
-@pytest.mark.prove
-def test_flex_is_right_in_more_calls():
-    for seed in flex_seeds(FLEX_PROVEN):
         judge(random_call(seed), "flex")
 
 
@@ -84,37 +81,35 @@ def test_a_call_says_in_one_line_how_to_make_it_again():
         assert "\n" not in words
 
 
-def answers() -> Iterator[tuple[RandomCall, Tensors]]:
-    for seed in range(80):
+def answers() -> Iterator[tuple[RandomCall, Tensors, str]]:
+    """Right answers to random calls, and the name of everything in them that is not 0 in exact arithmetic."""
+    for seed in range(40):
         answer = run_backend(call := random_call(seed), "reference")
         assert answer is not None
-        yield call, answer
+        for name in answer:
+            if float(call.exact[name].where(call.exact[name].isfinite(), 0).norm()) > 1e-9:
+                yield call, answer, name
 
 
 def sees(call: RandomCall, answer: Tensors, name: str, wrong: Tensor) -> bool:
     return any(fault.startswith(name) for fault in faults(call, answer | {name: wrong}))
 
 
-@pytest.mark.parametrize("share", [1e-3, -1e-3])
-def test_the_judge_sees_one_wrong_row(share):
+def test_the_judge_sees_one_wrong_row():
     """One row off by a thousandth of its size is seen, but for a few gradients that cancel nearly to nothing."""
     seen = []
-    for call, answer in answers():
-        for name, value in answer.items():
-            if value.dtype in (torch.float32, torch.float64) and value.where(value.isfinite(), 0).any():
-                rows = value.reshape(-1, value.shape[-1]) if value.ndim > 1 else value[None]
-                changed = rows.clone()
-                changed[int(rows.where(rows.isfinite(), 0).norm(dim=-1).argmax())] *= 1 + share
-                seen.append(sees(call, answer, name, changed.view_as(value)))
-    assert len(seen) > 150
-    assert sum(seen) > 0.97 * len(seen)
+    for call, answer, name in answers():
+        value = answer[name]
+        if value.dtype in (torch.float32, torch.float64):
+            rows = value.reshape(-1, value.shape[-1]) if value.ndim > 1 else value[None]
+            changed = rows.clone()
+            changed[int(rows.where(rows.isfinite(), 0).norm(dim=-1).argmax())] *= 1.001
+            seen.append(sees(call, answer, name, changed.view_as(value)))
+    assert len(seen) > 80
+    assert sum(seen) > 0.95 * len(seen)
 
 
 def test_the_judge_sees_a_gradient_that_does_not_flow():
-    seen = []
-    for call, answer in answers():
-        for name, value in answer.items():
-            if name.startswith("gradient") and float(call.exact[name].norm()) > 0:
-                seen.append(sees(call, answer, name, torch.zeros_like(value)))
-    assert len(seen) > 100
-    assert sum(seen) > 0.97 * len(seen)
+    gradients = [(call, answer, name) for call, answer, name in answers() if name.startswith("gradient")]
+    assert len(gradients) > 80
+    assert all(sees(call, answer, name, torch.zeros_like(answer[name])) for call, answer, name in gradients)
