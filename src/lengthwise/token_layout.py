@@ -209,7 +209,7 @@ class TokenLayout:
         if not 0 <= first <= first + count <= self.key_count:
             raise ValueError(f"keys {first} to {first + count} must lie within the {self.key_count} keys")
         part = slice(first, first + count)
-        query_index, key_index = self.indices() if self._counts_tokens else (None, None)
+        query_index, key_index = self.indices() if self._counts_tokens and self._can_count else (None, None)
         cut = replace(
             self,
             key=self.key[:, part],
@@ -246,6 +246,12 @@ class TokenLayout:
         """Whether a token's number is not simply its slot."""
         return self.key_index is not None or self.key_mask is not None or self.key_documents is not None
 
+    @property
+    def _can_count(self) -> bool:
+        """Whether tokens were counted, or the queries are among the keys, where they can be."""
+        among = isinstance(self.start, Tensor) or 0 <= self.start <= self.key_count - self.query_count
+        return among or self.key_index is not None
+
     def indices(self) -> tuple[Int[Tensor, "#batch query"], Int[Tensor, "#batch key"]]:
         """Each token's number among the real tokens of its own document, of queries and of keys, from 0.
 
@@ -256,7 +262,7 @@ class TokenLayout:
         if not self._counts_tokens:
             slots = torch.arange(self.key_start, self.key_start + self.key_count, device=self.key.device)
             return (self.query_slots() + self.key_start)[None], slots[None]
-        if not isinstance(self.start, Tensor) and not 0 <= self.start <= self.key_count - self.query_count:
+        if not self._can_count:
             raise ValueError("tokens can only be counted where the queries are among the keys; use layout.keys")
         key_index = number_in_document(self.key_mask, self.key_documents)
         return key_index.index_select(1, self.query_slots()), key_index
