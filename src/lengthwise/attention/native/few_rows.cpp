@@ -13,6 +13,9 @@
 
 #include <cmath>
 #include <cstring>
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
 
 #include "vectors.h"
 
@@ -54,11 +57,10 @@ enum Kind { NONE = 0, TABLE = 1, LEVEL = 2, LINE = 3, STEP = 4, ROW = 5 };
 typedef uint16_t u16x8 __attribute__((vector_size(16), aligned(2)));
 typedef uint32_t u32x8 __attribute__((vector_size(32)));
 struct BFloat16 { uint16_t bits; };
-#ifdef __F16C__
-typedef _Float16 f16x8 __attribute__((vector_size(16), aligned(2)));
-typedef _Float16 Half;
-inline v8 load(const Half* p) { return __builtin_convertvector(*reinterpret_cast<const f16x8*>(p), v8); }
-inline float number(Half x) { return float(x); }
+#ifdef __F16C__  // by its instructions: _Float16 is not a type of clang before 15
+struct Half { uint16_t bits; };
+inline v8 load(const Half* p) { return (v8)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline float number(Half x) { return _cvtsh_ss(x.bits); }
 #endif
 inline v8 load(const BFloat16* p) {
   return (v8)(__builtin_convertvector(*reinterpret_cast<const u16x8*>(p), u32x8) << 16);
@@ -76,14 +78,14 @@ inline v8 sums_of(const v8* x) {
   v8 two[4], four[2];
 #pragma GCC unroll 4
   for (int n = 0; n < 4; ++n)
-    two[n] = __builtin_shuffle(x[2 * n], x[2 * n + 1], i8{0, 8, 2, 10, 4, 12, 6, 14}) +
-             __builtin_shuffle(x[2 * n], x[2 * n + 1], i8{1, 9, 3, 11, 5, 13, 7, 15});
+    two[n] = SHUFFLE(x[2 * n], x[2 * n + 1], 0, 8, 2, 10, 4, 12, 6, 14) +
+             SHUFFLE(x[2 * n], x[2 * n + 1], 1, 9, 3, 11, 5, 13, 7, 15);
 #pragma GCC unroll 2
   for (int n = 0; n < 2; ++n)
-    four[n] = __builtin_shuffle(two[2 * n], two[2 * n + 1], i8{0, 1, 8, 9, 4, 5, 12, 13}) +
-              __builtin_shuffle(two[2 * n], two[2 * n + 1], i8{2, 3, 10, 11, 6, 7, 14, 15});
-  return __builtin_shuffle(four[0], four[1], i8{0, 1, 2, 3, 8, 9, 10, 11}) +
-         __builtin_shuffle(four[0], four[1], i8{4, 5, 6, 7, 12, 13, 14, 15});
+    four[n] = SHUFFLE(two[2 * n], two[2 * n + 1], 0, 1, 8, 9, 4, 5, 12, 13) +
+              SHUFFLE(two[2 * n], two[2 * n + 1], 2, 3, 10, 11, 6, 7, 14, 15);
+  return SHUFFLE(four[0], four[1], 0, 1, 2, 3, 8, 9, 10, 11) +
+         SHUFFLE(four[0], four[1], 4, 5, 6, 7, 12, 13, 14, 15);
 }
 
 // q . k for eight keys that lie `step` apart, the first `count` of them; the others are not read.

@@ -17,6 +17,13 @@ typedef float v8 __attribute__((vector_size(32)));
 typedef float v8u __attribute__((vector_size(32), aligned(4)));
 typedef int32_t i8 __attribute__((vector_size(32)));
 
+// Lanes of a and b, b's counted from 8 on. GCC before 12 has no __builtin_shufflevector, clang no __builtin_shuffle.
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, i8{__VA_ARGS__})
+#endif
+
 inline v8 load(const float* p) { return *reinterpret_cast<const v8u*>(p); }
 inline void store(float* p, v8 x) { *reinterpret_cast<v8u*>(p) = x; }
 inline v8 all(float x) { return v8{x, x, x, x, x, x, x, x}; }
