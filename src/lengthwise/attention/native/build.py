@@ -4,6 +4,7 @@ import ctypes
 import hashlib
 import logging
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -12,7 +13,9 @@ from pathlib import Path
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-pthread")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-pthread")
+INSTRUCTIONS = ("flags", "Features", "CPU implementer", "CPU part", "isa")
+"""The lines of /proc/cpuinfo that decide which instructions "native" means: x86's, ARM's three, RISC-V's."""
 log = logging.getLogger(__name__)
 
 
@@ -34,7 +37,7 @@ def library() -> ctypes.CDLL:
         raise OSError("there is no C++ compiler (c++, g++ or clang++) on the path")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     # The machine's own instructions are used, so a folder shared by several machines holds one kernel for each.
-    text = "\n".join((version, " ".join(FLAGS), _processor(), *(file.read_text() for file in (*SOURCES, *HEADERS))))
+    text = "\n".join((version, " ".join(_flags()), _processor(), *(file.read_text() for file in (*SOURCES, *HEADERS))))
     target = _folder() / f"kernel-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     if not target.exists():
         _compile(compiler, target)
@@ -48,7 +51,7 @@ def _compile(compiler: str, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / "kernel.so"
         for more in (["-fopenmp"], []):  # without OpenMP the kernel starts threads of its own, which takes longer
-            command = [compiler, *FLAGS, *more, *map(str, SOURCES), "-o", str(made)]
+            command = [compiler, *_flags(), *more, *map(str, SOURCES), "-o", str(made)]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode == 0:
                 break
@@ -61,7 +64,12 @@ def _folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lengthwise"
 
 
+def _flags() -> tuple[str, ...]:
+    # On ARM GCC and clang agree on -mcpu=native; older clangs have no -march=native there.
+    return (*FLAGS, "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native")
+
+
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    return next((line for line in lines if line.startswith("flags")), "")
+    return "\n".join([platform.machine(), *sorted({x for x in lines if x.partition(":")[0].strip() in INSTRUCTIONS})])
