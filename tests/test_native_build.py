@@ -1,8 +1,13 @@
 """The C++ kernel on its way to a machine: every compiler, one copy for each processor, once, and never silently."""
 
 import ctypes
+import os
 import platform
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -79,3 +84,107 @@ def test_an_arm_machine_is_asked_for_its_own_instructions_by_the_name_that_its_c
     for machine, option in (("x86_64", "-march=native"), ("aarch64", "-mcpu=native"), ("arm64", "-mcpu=native")):
         monkeypatch.setattr(platform, "machine", lambda machine=machine: machine)
         assert [flag for flag in build._flags() if "native" in flag] == [option]
+
+
+LOAD = f"""
+from importlib.util import module_from_spec, spec_from_file_location
+spec = spec_from_file_location("build", {build.__file__!r})
+build = module_from_spec(spec)
+spec.loader.exec_module(build)
+print(build.fault(), build.fault())
+"""
+"""The kernel without the rest of Lengthwise, so that processes reach it together."""
+ATTEND = """
+import torch, lengthwise as lw
+from lengthwise.attention.survey import report
+q = torch.randn(1, 2, 9, 8)
+for _ in range(2):
+    lw.attend(q, q, q)
+print(report())
+"""
+
+
+def machine_with(folder: Path, compiler: str | None) -> dict[str, str]:
+    """The environment of a machine with this compiler, a script, and no other, and with an empty cache."""
+    tools = folder / "bin"
+    tools.mkdir()
+    if compiler is not None:
+        (tools / "c++").write_text(f"#!/bin/sh\n{compiler}\n")
+        (tools / "c++").chmod(0o755)
+    source = str(Path(lw.__file__).parents[1])
+    return os.environ | {"PATH": str(tools), "XDG_CACHE_HOME": str(folder), "PYTHONPATH": source, "LENGTHWISE_DATA": ""}
+
+
+def compiler_that_counts(folder: Path, before: str = "") -> str:
+    """A line in a file for every kernel that it begins, then the real compiler's work."""
+    real = shutil.which("c++", path=os.defpath)
+    return f"""
+case "$*" in *-fopenmp*) echo begun >> {folder}/count; {before} esac
+PATH={os.defpath} exec {real} "$@"
+"""
+
+
+def start(code: str, environment: dict[str, str]) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    )
+
+
+needs_compiler = pytest.mark.skipif(not shutil.which("c++", path=os.defpath), reason="no C++ compiler here")
+SAID = "Lengthwise: compiling the attention kernel with c++, once; about 5 s\n"
+
+
+@needs_compiler
+def test_processes_that_start_together_compile_once_and_say_so(tmp_path):
+    environment = machine_with(tmp_path, compiler_that_counts(tmp_path))
+    processes = [start(LOAD, environment) for _ in range(3)]
+    outcomes = [process.communicate(timeout=120) for process in processes]
+    assert [out for out, _ in outcomes] == ["None None\n"] * 3
+    assert (tmp_path / "count").read_text() == "begun\n"
+    assert sorted(error for _, error in outcomes) == ["", "", SAID]
+    assert start(LOAD, environment).communicate(timeout=120) == ("None None\n", "")  # a second time nothing happens
+
+
+@needs_compiler
+def test_a_process_that_dies_while_it_compiles_keeps_nobody_waiting(tmp_path):
+    hang = f"[ -e {tmp_path}/died ] || while :; do :; done;"
+    environment = machine_with(tmp_path, compiler_that_counts(tmp_path, hang))
+    doomed = start(LOAD, environment)
+    try:
+        until = time.monotonic() + 60
+        while not (tmp_path / "count").exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        (tmp_path / "died").touch()
+        doomed.kill()  # its compiler lives on
+        doomed.communicate()
+        assert start(LOAD, environment).communicate(timeout=120) == ("None None\n", SAID)
+    finally:
+        os.killpg(doomed.pid, signal.SIGKILL)
+
+
+REASONS = {
+    "there is no compiler": (None, "there is no C++ compiler (c++, g++ or clang++) on the path"),
+    "the compiler fails": (
+        '[ "$1" = --version ] || { echo "x.cpp: In y:\nx.cpp:1: error: no vectors\nmore" >&2; exit 1; }',
+        "c++ could not compile the kernel: x.cpp:1: error: no vectors",
+    ),
+}
+
+
+@pytest.mark.parametrize(("compiler", "reason"), REASONS.values(), ids=REASONS)
+def test_without_a_kernel_attention_works_and_the_reason_is_told_once(compiler, reason, tmp_path):
+    process = start(ATTEND, machine_with(tmp_path, compiler))
+    out, error = process.communicate(timeout=300)
+    assert process.returncode == 0, error
+    told = [line for line in error.splitlines() if "no attention kernel" in line]
+    assert told == [f"Lengthwise: no attention kernel on this machine, row_block takes its calls, slower: {reason}"]
+    assert f"native: there is no kernel here: {reason}\n" in out  # as `lengthwise info` prints it
+
+
+def test_the_kernel_is_kept_with_everything_else_that_is_cached(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    monkeypatch.setenv("LENGTHWISE_DATA", "")
+    assert build._folder() == tmp_path / "user" / "lengthwise" / "kernels"
+    monkeypatch.setenv("LENGTHWISE_DATA", str(tmp_path / "data"))
+    assert build._folder() == tmp_path / "data" / "kernels"
