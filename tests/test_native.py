@@ -123,6 +123,25 @@ def test_an_output_changed_in_place_does_not_change_the_gradients():
         assert torch.equal(a, b)
 
 
+def second_derivative(first: torch.Tensor, of: torch.Tensor, how: str) -> None:
+    (slope,) = torch.autograd.grad(first, of, create_graph=True)
+    if how == "backward":
+        slope.square().sum().backward()
+    else:
+        torch.autograd.grad(slope.square().sum(), of)
+
+
+@needs_kernel
+@pytest.mark.parametrize("how", ["backward", "grad"])
+def test_a_second_derivative_is_refused_in_words(how):
+    call = make_call(steep())
+    scale = torch.ones(DIM, requires_grad=True)
+    out = lw.attend(call.q * scale, call.k, call.v, bias=call.bias, backend="native")
+    # Beside attention there is another way to the scale, so that torch has an answer, and a wrong one.
+    with pytest.raises(NotImplementedError, match=r"second derivative.*backend='reference'"):
+        second_derivative((out * scale).square().sum(), scale, how)
+
+
 def fire_beyond_its_limit(length: int) -> lw.FunctionBias:
     torch.manual_seed(0)
     fire = lw.make("fire", heads=HEADS, width=48, head_dim=DIM, train_length=64, threshold=50.0).double()

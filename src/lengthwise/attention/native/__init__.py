@@ -107,8 +107,12 @@ class _Attention(torch.autograd.Function):
         return found["out"][..., : v.shape[3]].to(q.dtype, copy=True)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
+        # Not torch's once_differentiable: torch.autograd.grad goes round it and leaves this part out.
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "native has no second derivative, got create_graph=True. Use backend='reference' for that call."
+            )
         call, problem = ctx.call, ctx.problem
         q, k, v, *sources = ctx.saved_tensors
         shape = (call.batch, call.heads)
