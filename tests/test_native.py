@@ -1,7 +1,10 @@
 """The C++ kernel: what it takes, that it is never required, and that its skipping changes nothing that matters."""
 
+import gc
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import lengthwise as lw
 from lengthwise.attention import choose, native, reference, row_block
@@ -121,6 +124,65 @@ def test_an_output_changed_in_place_does_not_change_the_gradients():
         gradients.append(torch.autograd.grad(out.square().sum(), (q, k, v)))
     for a, b in zip(*gradients, strict=True):
         assert torch.equal(a, b)
+
+
+def large_tensors() -> dict[int, torch.Tensor]:
+    """Everything that somebody holds and that grows with the length."""
+    gc.collect()
+    return {id(x): x for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and x.numel() >= LENGTH}
+
+
+def assert_same(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def offloaded() -> torch.autograd.graph.saved_tensors_hooks:
+    """What is saved for backward is put away, as offloading and checkpointing do it."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().numpy().copy(), torch.from_numpy)
+
+
+def learned_bias(kind: str) -> lw.Bias:
+    if kind == "levels":
+        level = POSITIONS.double()[None, None].requires_grad_()
+        return lw.LevelBias(level, level, torch.tensor([0.5, 0.001, 2.0]).view(1, HEADS, 1).requires_grad_())
+    table = torch.linspace(0, -3, HEADS * LENGTH).view(HEADS, LENGTH)
+    if kind == "table":
+        return lw.DistanceBias(table.requires_grad_(), POSITIONS, POSITIONS)
+    curve = lw.DistanceBias(torch.linspace(0, 1, LENGTH)[None].requires_grad_(), POSITIONS, POSITIONS)
+    slope, intercept = torch.zeros(2, HEADS, 2)
+    return lw.LineBias(curve, torch.ones(1, LENGTH), torch.tensor([0.5]), slope.requires_grad_(), intercept)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dim", [DIM, 12], ids=["as it is", "padded"])
+@pytest.mark.parametrize("kind", ["table", "levels", "lines"])
+def test_whatever_is_large_is_saved_where_it_can_be_put_away_and_is_let_go_after_backward(kind, dim):
+    q, k, v = torch.randn(3, 1, HEADS, LENGTH, dim).requires_grad_()
+    d_out, bias = torch.randn(1, HEADS, LENGTH, dim), learned_bias(kind)
+    wanted = (q, k, v, *(x for x in bias.sources if x.requires_grad))
+    expected = torch.autograd.grad(native.attend(lw.checked_call(q, k, v, bias=bias)), wanted, d_out)
+    before = large_tensors()
+    with offloaded():
+        out = native.attend(lw.checked_call(q, k, v, bias=bias))
+    assert large_tensors().keys() - before.keys() == {id(out)}
+    assert_same(torch.autograd.grad(out, wanted, d_out), expected)
+    assert large_tensors().keys() - before.keys() == {id(out)}
+
+
+@needs_kernel
+def test_a_checkpointed_call_keeps_its_inputs_only():
+    q, k, v = torch.randn(3, 1, HEADS, LENGTH, 12).requires_grad_()
+    mask = POSITIONS[None] > 5
+
+    def attention(*inputs: torch.Tensor) -> torch.Tensor:
+        return native.attend(lw.checked_call(*inputs, bias=steep(), key_mask=mask))
+
+    expected = torch.autograd.grad(attention(q, k, v).sum(), (q, k, v))
+    before = large_tensors()
+    out = checkpoint(attention, q, k, v, use_reentrant=False, preserve_rng_state=False)
+    assert large_tensors().keys() - before.keys() == {id(out)}
+    assert_same(torch.autograd.grad(out.sum(), (q, k, v)), expected)
 
 
 def second_derivative(first: torch.Tensor, of: torch.Tensor, how: str) -> None:

@@ -6,6 +6,8 @@ a kernel of their own, which takes every kind and every mask. Everything else is
 """
 
 import ctypes
+from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from lengthwise.attention.native.problem import (
 )
 from lengthwise.attention.row_block.distance_terms import slot_offsets
 from lengthwise.attention.row_block.visible import Visible
-from lengthwise.bias import DistanceBias, LevelBias, LineBias
+from lengthwise.bias import Bias, DistanceBias, LevelBias, LineBias
 
 
 def objections(call: Call) -> list[str]:
@@ -67,7 +69,7 @@ def attend(call: Call) -> Float[Tensor, "batch head query value"]:
         sources = () if call.bias is None else call.bias.sources
         out = _Attention.apply(clean, row_block.skips(), clean.q, clean.k, clean.v, *sources)
     else:
-        found = _forward(clean, skip=row_block.skips())[1]["out"]
+        found = _forward(clean, skip=row_block.skips())["out"]
         out = found[..., : call.v.shape[3]].to(call.dtype).contiguous()
     return out if taint is None else out + taint
 
@@ -76,7 +78,7 @@ def skipped_share(call: Call) -> float:
     """How much of the work that the masks leave is left out, 0 to 1; a few queries read every key."""
     if few_rows.suits(call):
         return 0.0
-    visited = [_forward(call.in_lines(), skip=skip)[1]["visited"].sum() for skip in (True, False)]
+    visited = [_forward(call.in_lines(), skip=skip)["visited"].sum() for skip in (True, False)]
     return 1 - float(visited[0]) / max(1, int(visited[1]))
 
 
@@ -84,9 +86,14 @@ def _run(problem: Problem, function: str) -> None:
     getattr(build.library(), function)(ctypes.byref(problem.record()))
 
 
-def _forward(call: Call, *, skip: bool) -> tuple[Problem, dict[str, Tensor]]:
+def _problem(call: Call, *, learned: bool, skip: bool) -> Problem:
     q, k, v = (padded(x.detach()) for x in (call.q, call.k, call.v))
-    problem = make_problem(call, q, k, v, learned=False, skip=skip)
+    return make_problem(call, q, k, v, learned=learned, skip=skip)
+
+
+def _forward(call: Call, *, skip: bool) -> dict[str, Tensor]:
+    problem = _problem(call, learned=False, skip=skip)
+    q, v = problem.arrays["q"], problem.arrays["v"]
     found = {
         "out": q.new_empty(*q.shape[:3], v.shape[3]),
         "lse": q.new_empty(q.shape[:3]),
@@ -94,15 +101,43 @@ def _forward(call: Call, *, skip: bool) -> tuple[Problem, dict[str, Tensor]]:
     }
     problem.arrays |= found
     _run(problem, "lengthwise_forward")
-    return problem, found
+    return found
+
+
+class _Place(int):
+    """Where in a list a tensor was put."""
+
+
+def _take_apart(part: Any, tensors: list[Tensor]) -> Any:
+    """A call or a bias without its tensors, which are added to a list, each once."""
+    if isinstance(part, Tensor):
+        if not any(part is tensor for tensor in tensors):
+            tensors.append(part)
+        return _Place(next(n for n, tensor in enumerate(tensors) if tensor is part))
+    return _copy_with(part, lambda x: _take_apart(x, tensors))
+
+
+def _put_together(part: Any, tensors: Sequence[Tensor]) -> Any:
+    """What was taken apart, with these tensors in their places."""
+    return tensors[part] if isinstance(part, _Place) else _copy_with(part, lambda x: _put_together(x, tensors))
+
+
+def _copy_with(part: Any, change: Callable[[Any], Any]) -> Any:
+    if not isinstance(part, Call | Bias):
+        return part
+    found = copy(part)
+    vars(found).update({name: change(value) for name, value in vars(part).items()})
+    return found
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, skip: bool, q: Tensor, k: Tensor, v: Tensor, *sources: Tensor) -> Tensor:
-        problem, found = _forward(call, skip=skip)
-        ctx.call, ctx.problem = call, problem
-        ctx.save_for_backward(q, k, v, *sources)
+        found = _forward(call, skip=skip)
+        # Saved by torch and not held here: checkpoints and offloading put away what torch saves, and only that.
+        saved = [found["out"], found["lse"]]
+        ctx.call, ctx.skip = _take_apart(call, saved), skip
+        ctx.save_for_backward(*saved)
         # A copy: backward the kernel reads its output again, which the caller may have changed in place by then.
         return found["out"][..., : v.shape[3]].to(q.dtype, copy=True)
 
@@ -113,8 +148,11 @@ class _Attention(torch.autograd.Function):
             raise NotImplementedError(
                 "native has no second derivative, got create_graph=True. Use backend='reference' for that call."
             )
-        call, problem = ctx.call, ctx.problem
-        q, k, v, *sources = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        call: Call = _put_together(ctx.call, saved)
+        learned = any(ctx.needs_input_grad[5:])
+        problem = _problem(call, learned=learned, skip=ctx.skip)
+        problem.arrays |= {"out": saved[0], "lse": saved[1]}
         shape = (call.batch, call.heads)
         arrays = problem.arrays
         found = {
@@ -122,7 +160,6 @@ class _Attention(torch.autograd.Function):
             "d_k": arrays["k"].new_zeros(*shape, *arrays["k"].shape[2:]),
             "d_v": arrays["v"].new_zeros(*shape, *arrays["v"].shape[2:]),
         }
-        learned = any(ctx.needs_input_grad[5:])
         if learned and by_distance(call.bias) is not None:
             found["d_strip"] = arrays["strip"].new_zeros(*shape, arrays["strip"].shape[2])
         if learned and isinstance(call.bias, LineBias):
@@ -132,14 +169,14 @@ class _Attention(torch.autograd.Function):
             found["d_slope"] = arrays["q"].new_zeros(*shape, call.queries)
             found["d_query_level"] = torch.zeros(*shape, call.queries, dtype=torch.float64)
             found["d_key_level"] = torch.zeros(*shape, call.keys, dtype=torch.float64)
-        problem.counts["learned"] = int(learned)
-        problem.arrays = arrays | found | {"d_out": padded(d_out)}
+        problem.arrays |= found | {"d_out": padded(d_out)}
         _run(problem, "lengthwise_backward")
-        d_q, d_k, d_v = (found[name][..., : x.shape[3]] for name, x in (("d_q", q), ("d_k", k), ("d_v", v)))
+        of_inputs = (("d_q", call.q), ("d_k", call.k), ("d_v", call.v))
+        d_q, d_k, d_v = (found[name][..., : x.shape[3]] for name, x in of_inputs)
         if call.group > 1:
             d_k, d_v = (x.unflatten(1, (-1, call.group)).sum(2) for x in (d_k, d_v))
-        of_bias = _of_bias(call, found) if learned else [None] * len(sources)
-        return None, None, d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), *of_bias
+        of_bias = _of_bias(call, found) if learned else [None] * len(ctx.needs_input_grad[5:])
+        return None, None, d_q.to(call.dtype), d_k.to(call.dtype), d_v.to(call.dtype), *of_bias
 
 
 def _of_bias(call: Call, found: dict[str, Tensor]) -> list[Tensor]:
