@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lengthwise as lw
-from lengthwise.attention import choose, memory, sdpa
+from lengthwise.attention import BACKENDS, choose, memory, sdpa
 from lengthwise.testing import TRIED
 
 BATCH, HEADS, KV_HEADS, KEYS, DIM, VALUE = 2, 6, 2, 13, 5, 7
@@ -169,3 +169,15 @@ def test_a_length_that_cannot_fit_names_the_bytes_and_the_way_out(monkeypatch):
     monkeypatch.setattr(memory, "total_bytes", lambda: 0)
     assert sdpa.objections(call)
     assert not sdpa.objections(lw.checked_call(q, k, v)), "without a bias nothing is filled in"
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+def test_where_every_backend_refuses_none_is_recommended(backend, monkeypatch):
+    q, k, v, bias = inputs()
+    for name, module in BACKENDS.items():
+        monkeypatch.setattr(module, "objections", lambda call, name=name: [f"{name} rests today"])
+    with pytest.raises(NotImplementedError) as error:
+        lw.attend(q, k, v, bias=bias, backend=backend)
+    assert "Use backend" not in str(error.value)
+    assert "sdpa: sdpa rests today" in str(error.value)
+    assert str(error.value).endswith("No other backend can take it either.") == (backend != "auto")

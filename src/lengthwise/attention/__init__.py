@@ -120,6 +120,9 @@ def _refusal(call: Call, names: tuple[str, ...]) -> str:
     lines = [f"{who} {'cannot' if len(names) == 1 else 'can'} take this call.", call.describe()]
     lines += [f"  {name}: {objection}" for name in names for objection in BACKENDS[name].objections(call)]
     free = [name for name, module in BACKENDS.items() if not module.objections(call)]
-    verb = "has" if len(free) == 1 else "have"
-    lines.append(f'  Use backend={" or ".join(map(repr, free))}, which {verb} no objection, or "auto".')
+    if free:
+        verb = "has" if len(free) == 1 else "have"
+        lines.append(f'  Use backend={" or ".join(map(repr, free))}, which {verb} no objection, or "auto".')
+    elif len(names) == 1:
+        lines.append("  No other backend can take it either.")
     return "\n".join(lines)
