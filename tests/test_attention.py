@@ -1,6 +1,7 @@
 """The reference against loops, and every backend against the reference, for every way of forbidding."""
 
 import math
+import os
 
 import pytest
 import torch
@@ -181,3 +182,10 @@ def test_where_every_backend_refuses_none_is_recommended(backend, monkeypatch):
     assert "Use backend" not in str(error.value)
     assert "sdpa: sdpa rests today" in str(error.value)
     assert str(error.value).endswith("No other backend can take it either.") == (backend != "auto")
+
+
+def test_where_nobody_tells_the_size_of_the_memory_nothing_is_refused_for_it(monkeypatch):
+    monkeypatch.delattr(os, "sysconf")  # as on Windows
+    q, k, v, bias = inputs()
+    assert choose(lw.checked_call(q, k, v, bias=bias), "reference") == "reference"
+    assert memory.total_bytes() > 2**60

@@ -1,6 +1,7 @@
 """What a filled-in matrix would cost, so that a length that cannot fit is refused before the machine is full."""
 
 import os
+import sys
 
 import torch
 
@@ -26,5 +27,7 @@ def objections(call: Call, matrices: int) -> list[str]:
 
 
 def total_bytes() -> int:
-    """The machine's memory."""
+    """The machine's memory; more than any machine has where Python cannot tell, as on Windows."""
+    if not hasattr(os, "sysconf"):
+        return sys.maxsize
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
