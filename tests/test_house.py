@@ -36,6 +36,7 @@ ROOMS = [
     "serve",
     "cli",
 ]
+NAMED = re.compile(r"[\w/]+\.py\b")
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -65,6 +66,14 @@ def test_imports_only_point_down(path):
         if other == "__version__":
             continue
         assert ROOMS.index(other) <= ROOMS.index(room), f"{room} imports {module}, which is above it"
+
+
+def test_python_files_that_the_kernels_name_are_there():
+    folder = ROOT / "src/lengthwise/attention/native"
+    named = [name for file in (*folder.glob("*.cpp"), *folder.glob("*.h")) for name in NAMED.findall(file.read_text())]
+    assert named
+    for name in named:
+        assert any((place / name).is_file() for place in (folder, folder.parent)), name
 
 
 def test_the_rooms_are_those_that_exist():

@@ -81,7 +81,7 @@ float length_of(const float* x, long dim) { return std::sqrt(dot(x, x, dim)) * 1
 
 }  // namespace
 
-// What Python hands over; kernel.py has the same fields in the same order. All arrays are contiguous.
+// What Python hands over; problem.py has the same fields in the same order. All arrays are contiguous.
 struct Problem {
   int64_t batch, heads, group, queries, keys, dim, value, start, kind, learned, skip, threads;
   int64_t strip_batches, strip_heads, level_batches, level_heads, slope_batches, slope_heads, slope_queries;
