@@ -135,6 +135,10 @@ class LevelBias(Bias):
         parts = (self.query_level, self.key_level, self.slope)
         for name, part in zip(("query_level", "key_level", "slope"), parts, strict=True):
             check_tensor(name, part, ("batch or 1", "head or 1", "position"), "floating-point", "One number a token.")
+            if name != "slope" and part.dtype != torch.float64:
+                raise TypeError(
+                    f"{name} must be float64; got {part.dtype}. Sum in float64: float32 rounds off what a level climbs."
+                )
         batches, heads, (queries, _, slopes) = zip(*(part.shape for part in parts), strict=True)
         for what, sizes in (("batch", batches), ("heads", heads)):
             check_broadcast("levels and slope", sizes, what, "Make all of them from the same tokens.")
