@@ -19,6 +19,7 @@ SOURCES = sorted((ROOT / "src/lengthwise").rglob("*.py"))
 # Each room may import from itself and from those before it.
 ROOMS = [
     "errors",
+    "folders",
     "token_layout",
     "bias",
     "rescore",
@@ -37,6 +38,7 @@ ROOMS = [
     "serve",
     "cli",
 ]
+NAMED = re.compile(r"[\w/]+\.py\b")
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -101,7 +103,9 @@ FLOOR = ("errors", "token_layout", "bias", "rescore", "encodings", "attention", 
 
 
 def test_modules_of_the_ground_floor_import_without_cycles():
-    modules = {".".join(p.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__"): p for p in SOURCES}
+    modules = {
+        ".".join(p.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__"): p for p in SOURCES
+    }
     graph = {}
     for name, path in modules.items():
         if len(name.split(".")) > 1 and name.split(".")[1] in FLOOR:
@@ -110,6 +114,14 @@ def test_modules_of_the_ground_floor_import_without_cycles():
     for name, others in graph.items():
         others &= graph.keys()
     assert len(list(TopologicalSorter(graph).static_order())) == len(graph)
+
+
+def test_python_files_that_the_kernels_name_are_there():
+    folder = ROOT / "src/lengthwise/attention/native"
+    named = [name for file in (*folder.glob("*.cpp"), *folder.glob("*.h")) for name in NAMED.findall(file.read_text())]
+    assert named
+    for name in named:
+        assert any((place / name).is_file() for place in (folder, folder.parent)), name
 
 
 def test_the_rooms_are_those_that_exist():

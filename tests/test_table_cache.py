@@ -66,9 +66,7 @@ def test_a_parameter_that_changes_unseen_makes_a_new_table(encoding):
         parameter.data.mul_(1.5)
         assert parameter._version == versions
     after = decoded(encoding).dense()
-    fresh = encoding.bias(
-        torch.zeros(1, 1, 12), lw.layout(1, past=KEYS - 1)
-    ).dense()
+    fresh = encoding.bias(torch.zeros(1, 1, 12), lw.layout(1, past=KEYS - 1)).dense()
     assert_same(after, fresh)
     assert not torch.equal(after, before)
 

@@ -9,6 +9,14 @@ from torch import Tensor
 Kind = Literal["floating-point", "integer", "bool"]
 
 
+class UserError(Exception):
+    """What was asked for cannot be had, and the message says what can: a command prints it as one line."""
+
+
+class OptionError(UserError, TypeError, ValueError):
+    """An encoding does not take these options. Both kinds, since Python calls an unknown keyword a TypeError."""
+
+
 def describe(value: object) -> str:
     """A value in as few words as tell it apart."""
     if isinstance(value, Tensor):

@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Mapping
 
 from lengthwise.encodings.base import Encoding, Geometry
+from lengthwise.errors import OptionError
 
 ENCODINGS: dict[str, type[Encoding]] = {}
 """Every encoding by its name; `register` adds to it."""
@@ -42,7 +43,7 @@ def build(name: str, geometry: Geometry, options: Mapping[str, object]) -> Encod
     unknown = [option for option in options if option not in cls.options()]
     if unknown:
         known = ", ".join(map(repr, cls.options())) or "none"
-        raise TypeError(f"unknown option {unknown[0]!r} for {name!r}; its options are: {known}")
+        raise OptionError(f"unknown option {unknown[0]!r} for {name!r}; its options are: {known}")
     return cls(geometry, **options)
 
 

@@ -4,7 +4,6 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Literal, get_args
 
-import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
@@ -205,7 +204,7 @@ def _inputs(
     if "decoder" in route.depths:
         # Without a text for the decoder it reads the encoder's, one token behind as in training.
         start = getattr(model.config, "decoder_start_token_id", None) or 0
-        behind = ids.roll(1, 1).index_fill(1, torch.tensor([0]), start)
+        behind = nn.functional.pad(ids, (1, -1), value=start)
         given = behind if decoder_input_ids is None else decoder_input_ids
         inputs["decoder_input_ids"] = _checked_ids(given, "decoder_input_ids", route.limit).to(device)
     elif decoder_input_ids is not None:

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 
 from lengthwise.encodings import ENCODINGS, Geometry
 from lengthwise.encodings.registry import build, find
+from lengthwise.errors import OptionError
 
 PRESETS = {
     "nano": {"n_layer": 4, "n_head": 12, "n_embd": 192},
@@ -117,7 +118,10 @@ class LengthwiseConfig(PreTrainedConfig):
             )
         find(self.encoding)
         with torch.device("meta"):
-            build(self.encoding, self.geometry, self.encoding_options or {})
+            try:
+                build(self.encoding, self.geometry, self.encoding_options or {})
+            except (TypeError, ValueError) as error:
+                raise OptionError(str(error)) from error
 
     @classmethod
     def _refuse_strangers(cls, kwargs: dict[str, Any]) -> None:
