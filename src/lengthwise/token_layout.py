@@ -14,6 +14,7 @@ given to every hook of an encoding and to `attend`.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -449,7 +450,7 @@ def check_per_key(name: str, mask: Tensor | None, kind: str, keys: int) -> None:
         raise ValueError(f"{name} must be (batch or 1, {keys}), one entry per key, got shape {tuple(mask.shape)}")
 
 
-def _check_start(start: object, queries: int, keys: int) -> None:
+def _check_start(start: Any, queries: int, keys: int) -> None:
     if isinstance(start, Tensor):
         valid = start.ndim == 0 and kind_of(start) == "integer"
     else:

@@ -39,10 +39,8 @@ class Alibi(Encoding):
         if has_float64(device):
             return LevelBias(query.double(), key.double(), slope)
         # Positions below 2 ** 24 are float32 numbers themselves: nothing is left for the rest.
-        rests = {
-            f"{name}_rest": torch.zeros_like(x, dtype=torch.float32) for name, x in (("query", query), ("key", key))
-        }
-        return LevelBias(query.float(), key.float(), slope, **rests)
+        query, key = query.float(), key.float()
+        return LevelBias(query, key, slope, query_rest=torch.zeros_like(query), key_rest=torch.zeros_like(key))
 
 
 def geometric_slopes(heads: int) -> list[float]:
