@@ -619,7 +619,9 @@ def level_bias(d: Draw, sizes: tuple[int, int], place: Place, name: str, small: 
     high = int(max(place.query_slots.tolist() + place.key_slots.tolist(), default=0)) + 1
     rises = d.chance(0.6)
     steps = d.uniform(rows, heads, high - low) if rises else d.normal(rows, heads, high - low)
-    steps = steps * (d.uniform(rows, heads, high - low) < 0.8)  # at times a token does not climb
+    # At times a token hardly climbs. It always does a little: where two levels are equal |difference| has a kink, at
+    # which row_block's channels take the slope of one side and the others 0.
+    steps = steps * (d.uniform(rows, heads, high - low) < 0.8) + 1e-3
     levels = steps.double().cumsum(2) + d.pick(0, 0, 1e5)
     of_query, of_key = (levels[..., slots - low].clone() for slots in (place.query_slots, place.key_slots))
     slope = random_slope(d, sizes, queries, name, small)

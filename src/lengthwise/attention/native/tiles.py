@@ -351,7 +351,7 @@ def _terms(call: AttentionCall) -> tuple[tuple[Term, ...], dict[str, Tensor], tu
         own = _strip_columns(call, term.curve)
         if own is None:
             return Refusal.because("positions have gaps, so that distances do not follow the slots")
-        found.append(_line_term(term, own))
+        found.append(_line_term(term, call.heads, own))
     tensors = {f"{n}.{name}": x for n, (_, arrays, _) in enumerate(found) for name, x in arrays.items()}
     return tuple(term for term, _, _ in found), tensors, tuple(x for _, _, sources in found for x in sources)
 
@@ -408,10 +408,13 @@ def _level_term(bias: LevelBias) -> tuple[Term, dict[str, Tensor], tuple[Tensor,
     return _term(CURVES[bias.curve], sources, level_batches=batch, level_heads=heads, **slopes), arrays, sources
 
 
-def _line_term(bias: LineBias, columns: Tensor) -> tuple[Term, dict[str, Tensor], tuple[Tensor, ...]]:
+def _line_term(bias: LineBias, heads: int, columns: Tensor) -> tuple[Term, dict[str, Tensor], tuple[Tensor, ...]]:
     strip = _strip(bias.curve, columns).contiguous()
     lines = {"factor": bias.factor, "knots": bias.knots, "line_slope": bias.slope, "line_start": bias.intercept}
-    arrays = {name: x.detach().float().contiguous() for name, x in lines.items()}
+    arrays = {name: x.detach().float() for name, x in lines.items()}
+    # The kernel has lines for every head.
+    arrays |= {name: arrays[name].expand(heads, -1) for name in ("line_slope", "line_start")}
+    arrays = {name: x.contiguous() for name, x in arrays.items()}
     counts = {"strip_batches": strip.shape[0], "strip_heads": 1, "factor_batches": bias.factor.shape[0]}
     sources = (bias.curve.table, *lines.values())
     term = _term(LINE, sources, knot_count=bias.knots.shape[0], **counts)

@@ -226,7 +226,8 @@ class LevelTerm(Term):
         -slope[i] (query[i] - key[j]) = -slope[i] (query[i] - ref) + slope[i] (key[j] - ref),  key[j] <= ref <= query[i]
 
     Both terms are negative, so nothing cancels, and `ref` is near both, so precision does not depend on how far the
-    level has climbed. Where a level stands between those of the rows, the difference is taken in float64.
+    level has climbed. Where a level stands between those of the rows, the difference is taken in float64. Equal levels
+    have a kink between them, at which the channels give a level the gradient of one side and a filled-in tile 0.
     """
 
     def __init__(self, bias: LevelBias, call: AttentionCall, dtype: torch.dtype) -> None:

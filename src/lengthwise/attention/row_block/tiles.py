@@ -215,7 +215,7 @@ class _Spans:
         self.rows, self.heads = rows, 1 if layout.mask is None else layout.mask.shape[1]
         self.sequences = [visibility.sequence(number) for number in range(batch)]
         begin, end, unbroken = visibility.spans()
-        begin, end = begin.split(rows, 1), end.split(rows, 1)
+        begin, end, unbroken = (_chunks(x, rows) for x in (begin, end, unbroken))
         # A row that sees nothing has an empty span behind all keys.
         self.low, self.high = (
             _columns_of([x.amin(1) for x in begin]),
@@ -223,7 +223,7 @@ class _Spans:
         )
         self.inner_low = _columns_of([x.amax(1) for x in begin])
         self.inner_high = _columns_of([x.amin(1) for x in end])
-        self.unbroken = _columns_of([x.all(1) for x in unbroken.split(rows, 1)])
+        self.unbroken = _columns_of([x.all(1) for x in unbroken])
 
     def outer(self, batch: int, block: int) -> tuple[int, int]:
         """Outside of it the rows of a block see nothing."""
@@ -248,6 +248,11 @@ class _Spans:
 
 def _last(begin: Tensor, end: Tensor) -> Tensor:
     return end.where(end > begin, 0).amax(1)
+
+
+def _chunks(x: Tensor, rows: int) -> list[Tensor]:
+    """By blocks of rows; none where there are no rows, of which torch would make one that is empty."""
+    return list(x.split(rows, 1)) if x.shape[1] else []
 
 
 def _columns_of(blocks: list[Tensor]) -> list[list[int]]:
