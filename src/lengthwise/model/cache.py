@@ -161,7 +161,8 @@ def _packed(state: State) -> Numbers:
 
 def _unpacked(numbers: Numbers, like: State) -> State:
     """The numbers by name, each with the axes that it has in `like`."""
-    parts = numbers.split_with_sizes([part.shape[3:].numel() for part in like.values()], -1)
+    sizes = [part.shape[3:].numel() for part in like.values()]
+    parts = [numbers] if len(sizes) == 1 else numbers.split_with_sizes(sizes, -1)
     return {
         name: part.unflatten(3, x.shape[3:]) if x.ndim > 3 else part.squeeze(3)
         for (name, x), part in zip(like.items(), parts, strict=True)
