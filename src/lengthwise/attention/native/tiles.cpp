@@ -447,7 +447,7 @@ struct Head {
       const long seen = std::count(key_mask + from, key_mask + to, 1);
       holes[block] = seen == to - from ? 0 : seen ? 1 : 2;
     }
-    if (p.skip || cap > 0) bound();
+    if (may_skip() || cap > 0) bound();
   }
 
   float factor(long i) const { return logit_scale ? logit_scale[i] : 1.0f; }
@@ -472,12 +472,12 @@ struct Head {
       if (hidden(j)) continue;
       const long block = j / COLUMNS;
       // A NaN stays: it must never look small.
-      const float of_k = length_of(k + j * p.dim, p.dim), of_v = length_of(v + j * p.value, p.value);
+      const float of_k = length_of(k + j * p.dim, p.dim), of_v = may_skip() ? length_of(v + j * p.value, p.value) : 0;
       if (!(of_k <= k_most[block])) k_most[block] = of_k;
       if (!(of_v <= v_most[block])) v_most[block] = of_v;
     }
     for (Term& term : terms)
-      if (p.skip) term.bound(blocks, [&](long j) { return hidden(j); });
+      if (may_skip()) term.bound(blocks, [&](long j) { return hidden(j); });
   }
 
   bool sees_nothing(long i) const {
@@ -612,8 +612,12 @@ struct Head {
     const float m = factor(r);
     const bool apart = BACKWARD && p.d_logit_scale;  // then the sum of content and bias is needed without its factor
     if (cap > 0)
-      softcap.apply(s, ql * k_most[block], [&](const auto& capped) {
+      softcap.apply(s, ql * k_most[block], [=, &tile](auto capped) {
         const v8 factor = all(m), steep = all(m * capped.square);
+        if (!BACKWARD && !logit_scale) {
+          for (long j = 0; j < COLUMNS; j += 8) store(s + j, capped(load(s + j)));
+          return;
+        }
         for (long j = 0; j < COLUMNS; j += 8) {
           const v8 content = capped(load(s + j));
           if (BACKWARD) {
@@ -814,7 +818,7 @@ void backward_row(const Head& h, float* w, float* d, long r, long block, float q
   const v8 peak = all(rests.peak[r]), rest = all(rests.log_total[r]), drop = all(rests.delta[r]);
   const float m = h.factor(r);
   if (h.cap > 0 && h.terms.empty() && !p.d_logit_scale) {  // nothing else is needed of the row: all of it in one go
-    h.softcap.apply(w, ql * h.k_most[block], [&](const auto& capped) {
+    h.softcap.apply(w, ql * h.k_most[block], [=](auto capped) {
       const v8 factor = all(m), steep = all(m * capped.square);
       for (long j = 0; j < COLUMNS; j += 8) {
         const v8 content = capped(load(w + j)), x = exponential((factor * content - peak) - rest);
