@@ -371,7 +371,7 @@ def test_a_factor_that_is_nan_stays_in_its_row_and_with_the_keys_that_it_sees(so
         assert d[0, 1:].isfinite().all()
 
 
-@pytest.mark.parametrize("softcap", [1e-3, 0.05, 1.0, 3.5, 8.0, 30.0, 1e4])
+@pytest.mark.parametrize("softcap", [1e-6, 1e-3, 0.05, 1.0, 3.5, 8.0, 14.0, 30.0, 1e4, 1e9])
 def test_a_softcap_is_exact_however_small_or_large_it_is(softcap):
     assert_as_exact(replace(make_case(140), options={"softcap": softcap}))
 

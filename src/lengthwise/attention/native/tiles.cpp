@@ -113,7 +113,7 @@ namespace {
 
 enum Kind { STRIP = 1, LEVEL = 2, LOG_LEVEL = 3, LINE = 4 };
 constexpr int LINES = 256;  // at most so many, which Python sees to
-constexpr float FEW_TERMS = 0.3f, MORE_TERMS = 0.66f;  // up to where the two polynomials for tanh are exact
+constexpr float FEW_TERMS = 0.35f, MORE_TERMS = 0.54f;  // up to where the two polynomials for tanh are exact
 
 // No less than e^x, and NaN for NaN: far below what counts, where numbers are denormal and slow, it stays at one value.
 inline float at_most_exp(float x) { return std::exp(std::max(x, -80.0f)); }
@@ -350,51 +350,66 @@ struct Term {
   }
 };
 
-// content = cap tanh(x / cap). With few terms |x| / cap must be at most FEW_TERMS, with more MORE_TERMS; both polynomials
-// are minimax fits of our own.
+// content = cap tanh(x / cap). With few terms |x| / cap must be at most FEW_TERMS, with more MORE_TERMS, and cap is in
+// the coefficients; the polynomials are minimax fits of our own.
 enum Tanh { FEW, MORE, EXACT };
 template <Tanh HOW>
 struct Cap {
   float cap, inverse, square;
-  v8 c1, c2, c3;
+  v8 c1, c2, c3, c4;
 
-  explicit Cap(float cap)
-      : cap(cap), inverse(1 / cap), square(inverse * inverse), c1(all(-3.33330608e-1f * square)),
-        c2(all(1.33148321e-1f * square * square)), c3(all(-5.03662406e-2f * square * square * square)) {}
+  explicit Cap(float cap) : cap(cap), inverse(1 / cap), square(inverse * inverse) {
+    const float few[4] = {-0.333326632f, 0.132998254f, -0.0491485006f, 0};
+    const float more[4] = {-0.33332996f, 0.13321931f, -0.0527532707f, 0.0166003706f};
+    const float* c = HOW == FEW ? few : more;
+    c1 = all(c[0] * square);
+    c2 = all(c[1] * square * square);
+    c3 = all(c[2] * square * square * square);
+    c4 = all(c[3] * square * square * square * square);
+  }
 
   v8 operator()(v8 x) const {
-    if (HOW == FEW) {
+    if (HOW != EXACT) {
       const v8 z = x * x;
-      return x * (((c3 * z + c2) * z + c1) * z) + x;
+      const v8 last = HOW == FEW ? c3 : c4 * z + c3;
+      return x * (((last * z + c2) * z + c1) * z) + x;
     }
-    const v8 y = x * inverse, z = y * y;
+    const v8 y = x * inverse, z = y * y, size = absolute(y), power = exponential(size * -2.0f);
     v8 p = z * -5.43945232e-3f + 2.03979786e-2f;
     p = p * z - 5.36650543e-2f;
     p = p * z + 1.33305436e-1f;
     p = p * z - 3.33332489e-1f;
-    const v8 near = x * (p * z) + x;
-    if (HOW == MORE) return near;
-    const v8 size = absolute(y), power = exponential(size * -2.0f);
-    const v8 far = cap - 2.0f * cap * power / (1.0f + power);
-    return pick(size <= MORE_TERMS, near, (v8)((i8)far | ((i8)x & (int32_t)0x80000000)));
+    const v8 near = x * (p * z) + x, far = cap - 2.0f * cap * power / (1.0f + power);
+    return pick(size <= 0.66f, near, (v8)((i8)far | ((i8)x & (int32_t)0x80000000)));
   }
 };
 
-// Call use(content) with the cheapest cap that is exact for a row of products, none of them above `bound`.
-template <class Use>
-void with_cap(const float* s, float cap, float bound, Use use) {
-  if (!(bound <= MORE_TERMS * cap)) {  // the lengths of q and k do not show it, so look at the products
-    v8 top = all(0);
-    for (long j = 0; j < COLUMNS; j += 8) {
-      const v8 x = absolute(load(s + j));
-      top = pick(x > top, x, top);
+// A softcap, its coefficients made once for a head.
+struct Softcap {
+  float cap;
+  bool ordinary;  // whether the eighth power of cap is a float32
+  Cap<FEW> few;
+  Cap<MORE> more;
+  Cap<EXACT> exact;
+
+  explicit Softcap(float cap) : cap(cap), ordinary(cap > 1e-3f && cap < 1e4f), few(cap), more(cap), exact(cap) {}
+
+  // Call use(content) with what is cheapest and exact for a row of products, none of them above `bound`.
+  template <class Use>
+  void apply(const float* s, float bound, Use use) const {
+    if (!(bound <= MORE_TERMS * cap)) {  // the lengths of q and k do not show it, so look at the products
+      v8 top = all(0);
+      for (long j = 0; j < COLUMNS; j += 8) {
+        const v8 x = absolute(load(s + j));
+        top = pick(x > top, x, top);
+      }
+      bound = largest(top);
     }
-    bound = largest(top);
+    if (ordinary && bound <= FEW_TERMS * cap) use(few);
+    else if (ordinary && bound <= MORE_TERMS * cap) use(more);
+    else use(exact);
   }
-  if (bound <= FEW_TERMS * cap && cap > 1e-4f) use(Cap<FEW>(cap));
-  else if (bound <= MORE_TERMS * cap) use(Cap<MORE>(cap));
-  else use(Cap<EXACT>(cap));
-}
+};
 
 // One head of one sequence.
 struct Head {
@@ -404,7 +419,8 @@ struct Head {
   const int32_t *low, *high;
   const uint8_t* key_mask;
   const float *logit_scale, *sink;
-  float cap;
+  float cap;  // 0 for none
+  Softcap softcap;
   std::vector<Term> terms;
   std::vector<float> k_panels, v_panels;  // keys and values, sixteen of them side by side
   std::vector<float> k_most, v_most;      // largest length in a block of keys
@@ -412,7 +428,7 @@ struct Head {
 
   Head(const Problem& problem, long index, bool backward)
       : p(problem), batch(index / problem.heads), head(index % problem.heads), index(index),
-        blocks((problem.keys + COLUMNS - 1) / COLUMNS), cap(float(problem.softcap)) {
+        blocks((problem.keys + COLUMNS - 1) / COLUMNS), cap(float(problem.softcap)), softcap(cap) {
     const long kv = batch * (p.heads / p.group) + head / p.group;
     q = p.q + index * p.queries * p.dim;
     k = p.k + kv * p.keys * p.dim;
@@ -431,7 +447,7 @@ struct Head {
       const long seen = std::count(key_mask + from, key_mask + to, 1);
       holes[block] = seen == to - from ? 0 : seen ? 1 : 2;
     }
-    if (p.skip || cap > 0) bound();
+    if (may_skip() || cap > 0) bound();
   }
 
   float factor(long i) const { return logit_scale ? logit_scale[i] : 1.0f; }
@@ -456,12 +472,12 @@ struct Head {
       if (hidden(j)) continue;
       const long block = j / COLUMNS;
       // A NaN stays: it must never look small.
-      const float of_k = length_of(k + j * p.dim, p.dim), of_v = length_of(v + j * p.value, p.value);
+      const float of_k = length_of(k + j * p.dim, p.dim), of_v = may_skip() ? length_of(v + j * p.value, p.value) : 0;
       if (!(of_k <= k_most[block])) k_most[block] = of_k;
       if (!(of_v <= v_most[block])) v_most[block] = of_v;
     }
     for (Term& term : terms)
-      if (p.skip) term.bound(blocks, [&](long j) { return hidden(j); });
+      if (may_skip()) term.bound(blocks, [&](long j) { return hidden(j); });
   }
 
   bool sees_nothing(long i) const {
@@ -596,8 +612,12 @@ struct Head {
     const float m = factor(r);
     const bool apart = BACKWARD && p.d_logit_scale;  // then the sum of content and bias is needed without its factor
     if (cap > 0)
-      with_cap(s, cap, ql * k_most[block], [&](auto capped) {
+      softcap.apply(s, ql * k_most[block], [=, &tile](auto capped) {
         const v8 factor = all(m), steep = all(m * capped.square);
+        if (!BACKWARD && !logit_scale) {
+          for (long j = 0; j < COLUMNS; j += 8) store(s + j, capped(load(s + j)));
+          return;
+        }
         for (long j = 0; j < COLUMNS; j += 8) {
           const v8 content = capped(load(s + j));
           if (BACKWARD) {
@@ -798,7 +818,7 @@ void backward_row(const Head& h, float* w, float* d, long r, long block, float q
   const v8 peak = all(rests.peak[r]), rest = all(rests.log_total[r]), drop = all(rests.delta[r]);
   const float m = h.factor(r);
   if (h.cap > 0 && h.terms.empty() && !p.d_logit_scale) {  // nothing else is needed of the row: all of it in one go
-    with_cap(w, h.cap, ql * h.k_most[block], [&](auto capped) {
+    h.softcap.apply(w, ql * h.k_most[block], [=](auto capped) {
       const v8 factor = all(m), steep = all(m * capped.square);
       for (long j = 0; j < COLUMNS; j += 8) {
         const v8 content = capped(load(w + j)), x = exponential((factor * content - peak) - rest);
