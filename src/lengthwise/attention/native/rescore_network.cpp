@@ -103,7 +103,7 @@ struct NetworkRows {
     }
   }
 
-  // Hidden units of one row, `REACH` keys behind; 0 where hidden.
+  // Hidden units of one row, one key behind with a kernel of 3; 0 where hidden.
   template <int TAPS>
   void hide(long r, long column, float* hidden) {
     constexpr long LAG = TAPS / 2;
