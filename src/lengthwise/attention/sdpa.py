@@ -85,8 +85,10 @@ def rides_in_channels(call: AttentionCall) -> bool:
 
 def _plain(call: AttentionCall) -> Tensor:
     # By a branch: in a graph with open lengths a comparison is no plain bool, which torch's function wants.
-    order = {"is_causal": True} if call.visibility.is_causal and call.queries > 1 else {}
-    return F.scaled_dot_product_attention(call.q, call.k, call.v, scale=call.scale, enable_gqa=call.group > 1, **order)
+    causal = True if call.visibility.is_causal and call.queries > 1 else False  # noqa: SIM210
+    return F.scaled_dot_product_attention(
+        call.q, call.k, call.v, scale=call.scale, is_causal=causal, enable_gqa=call.group > 1
+    )
 
 
 def _channels(call: AttentionCall) -> Tensor:

@@ -214,8 +214,7 @@ class _Spans:
         batch = visibility.layout.batch
         self.rows, self.heads = rows, 1 if layout.mask is None else layout.mask.shape[1]
         self.sequences = [visibility.sequence(number) for number in range(batch)]
-        begin, end, unbroken = visibility.spans()
-        begin, end, unbroken = (_chunks(x, rows) for x in (begin, end, unbroken))
+        begin, end, unbroken = (_chunks(x, rows) for x in visibility.spans())
         # A row that sees nothing has an empty span behind all keys.
         self.low, self.high = (
             _columns_of([x.amin(1) for x in begin]),
