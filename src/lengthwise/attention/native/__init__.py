@@ -33,3 +33,8 @@ def run(call: AttentionCall, plan: Plan) -> Output:
     """The output and the log-sum-exp, with gradients for everything that is learned."""
     assert isinstance(plan, decode.DecodePlan | rescore.RescorePlan | tiles.TilesPlan)
     return plan.run(call)
+
+
+def skipped_share(call: AttentionCall) -> float:
+    """How much of the work that the masks leave is left out, 0 to 1; only tiles leave out any."""
+    return 0.0 if call.rescore is not None or call.is_decoding else tiles.skipped_share(call)
