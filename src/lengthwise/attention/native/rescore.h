@@ -314,6 +314,13 @@ struct Softmax {
 
 inline float factor_of(const Task& p, long index, long row) { return p.logit_scale ? p.logit_scale[index * p.queries + row] : 1.0f; }
 
+// A score of the row, near where its weights are: its logit scale's gradient is summed relative to it, because the sum
+// of the scores' gradients is known without rounding. rescore.py has the other half.
+inline float centre_of(const Task& p, long at) {
+  const float factor = p.logit_scale ? p.logit_scale[at] : 0;
+  return factor == 0 || p.total[at] == 0 || (p.sink && p.most[at] == p.sink[at]) ? 0 : p.most[at] / factor;
+}
+
 void fade(float* x, long count, float by) {
   if (by != 1)
     for (long d = 0; d < count; d += 8) store(x + d, load(x + d) * by);

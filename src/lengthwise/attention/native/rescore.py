@@ -315,7 +315,8 @@ def _gradients(
     tensors = dict(zip(problem.names, given, strict=True))
     n = problem.counts
     d_out = d_out.contiguous()
-    delta = ((d_out * out).sum(-1, dtype=torch.float64) - d_lse).float()
+    along_out = (d_out * out).sum(-1, dtype=torch.float64)
+    delta = (along_out - d_lse).float()
     learned = any(want and _is_of_bias(name) for name, want in zip(problem.names, wanted, strict=True))
     arrays = _of_kernel(tensors) | {"most": most, "total": total, "d_out": d_out, "delta": delta.contiguous()}
     arrays |= {f"d_{name}": torch.zeros_like(tensors[name]) for name in ("q", "k", "v")}
@@ -340,9 +341,18 @@ def _gradients(
     found |= {
         name.removeprefix("d_"): x for name, x in arrays.items() if name in ("d_q", "d_k", "d_v", "d_logit_scale")
     }
+    of_sink = torch.zeros_like(lse)
     if "sink" in tensors:
-        weight = (tensors["sink"] - lse).exp().where(lse != -torch.inf, 0)
-        found["sink"] = -weight * delta
+        of_sink = (tensors["sink"] - lse).exp().where(lse != -torch.inf, 0)
+        found["sink"] = -of_sink * delta
+    if "logit_scale" in tensors:
+        # The kernel sums d_scores (score - centre) over a row; the sum of d_scores alone is known.
+        factor, centre = tensors["logit_scale"], most / tensors["logit_scale"]
+        centre = centre.masked_fill((factor == 0) | (total == 0), 0)
+        if "sink" in tensors:
+            centre = centre.masked_fill(most == tensors["sink"], 0)
+        whole = along_out * of_sink + d_lse * (1 - of_sink)
+        found["logit_scale"] = (found["logit_scale"] + centre * whole).float().masked_fill(total == 0, 0)
     if "d_network" in arrays:
         found |= _of_network(arrays["d_network"].sum(0), tensors, n)
     if "d_table" in arrays:

@@ -425,7 +425,7 @@ struct NetworkBackward {
       block.score<TAPS>(r, j, hidden, [&](long h, v8 left, v8 right) {
         const long at = (block.s * heads + h) * p.queries + block.row + r;
         const float factor = factor_of(p, block.s * heads + h, block.row + r), most = p.most[at], share = 1 / p.total[at],
-                    drop = p.delta[at];
+                    drop = p.delta[at], centre = centre_of(p, at);
         const v8 scores[2] = {left, right};
         v8 way = all(0), total = all(0);
         for (int half = 0; half < 2; ++half) {
@@ -435,7 +435,7 @@ struct NetworkBackward {
           const v8 d = (v8)((i8)(weight * (load(d_weights + r * COLUMNS + j + 2 * LAG + to) - drop)) & seen[half]);
           store(w + to, weight);
           store(d_score + h * STRIDE + j + 8 * half, d * factor);
-          way += (v8)((i8)(d * scores[half]) & seen[half]);
+          way += (v8)((i8)(d * (scores[half] - centre)) & seen[half]);
           total += d * factor;
         }
         store(of_bias + h * 8, load(of_bias + h * 8) + total);

@@ -205,7 +205,7 @@ void positions_backward(const Task& p, long s, long h, long row, const float* k_
       block.score(r, column, before, w);
       const long at = block.index * p.queries + row + r;
       const float factor = factor_of(p, block.index, row + r), most = p.most[at], share = 1 / p.total[at],
-                    drop = p.delta[at];
+                    drop = p.delta[at], centre = centre_of(p, at);
       v8 way = all(0);
       for (long j = 0; j < COLUMNS; j += 8) {
         const i8 seen = seen_at(&block.visible[r * COLUMNS + j]);
@@ -213,7 +213,7 @@ void positions_backward(const Task& p, long s, long h, long row, const float* k_
         const v8 own = (v8)((i8)(weight * (load(d + j) - drop)) & seen);
         store(w + j, weight);
         store(d + j, own * factor);
-        way += (v8)((i8)(own * score) & seen);
+        way += (v8)((i8)(own * (score - centre)) & seen);
       }
       if (p.d_logit_scale) p.d_logit_scale[at] += sum(way);
       if (p.learned) std::memcpy(&d_bias[r * COLUMNS], d, COLUMNS * sizeof(float));
