@@ -112,7 +112,7 @@ def score_rows(
     if call.bias is None:
         bias = torch.zeros_like(content)
     else:
-        bias = call.bias.tile(rows, slice(None)).expand_as(content).masked_fill(~mask, 0)
+        bias = call.bias.tile(rows, slice(None)).to(content.dtype).expand_as(content).masked_fill(~mask, 0)
     scores = content + bias if call.rescore is None else call.rescore.scores(content, bias, q, k, mask, rows)
     if call.logit_scale is not None:
         scores = at_least_float32(call.logit_scale)[:, :, rows, None] * scores
