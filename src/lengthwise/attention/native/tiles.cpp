@@ -4,14 +4,14 @@
 //   content[i, j] = scale q[i] . k[j], or softcap tanh(scale q[i] . k[j] / softcap)
 //   scores[i, j]  = logit_scale[i] (content[i, j] + the sum of the terms of the bias)
 //                   for the keys in one of row i's intervals that are not hidden as padding
-//   a term        = strip[j - i + queries - 1], or -slope[i] curve(query_level[i] - key_level[j]) where the curve of d is
-//                   |d| or log(1 + d^2), or line_slope[n] x + line_start[n] with x = factor[i] strip[j - i + queries - 1],
-//                   n knots being <= x
+//   a term        = strip[j - i + queries - 1],
+//                   or -slope[i] curve(query_level[i] - key_level[j]), where the curve of d is |d| or log(1 + d^2),
+//                   or line_slope[n] x + line_start[n] with x = factor[i] strip[j - i + queries - 1], n knots being <= x
 //
-// Forward keeps a running maximum and sum per row, which begin with the sink; backward starts from the log-sum-exp. Levels
-// are float64, and their differences are taken before they are rounded, or relative to the block where it lies behind all
-// rows. Far keys are skipped where a bound shows that they cannot matter: attention/skipping.py has the argument, this
-// file the inequalities row by row. Plain C++ with vectors of eight floats.
+// Forward keeps a running maximum and sum per row, which begin with the sink; backward starts from the log-sum-exp.
+// Levels are float64, and their differences are taken before they are rounded, or relative to the block where it lies
+// behind all rows. Far keys are skipped where a bound shows that they cannot matter: attention/skipping.py has the
+// argument, this file the inequalities row by row. Plain C++ with vectors of eight floats.
 
 #include <cmath>
 
@@ -85,8 +85,8 @@ float length_of(const float* x, long dim) { return std::sqrt(dot(x, x, dim)) * 1
 
 // What Python hands over; tiles.py has the same fields in the same order. All arrays are contiguous.
 struct TermRecord {
-  int64_t kind, learned, strip_batches, strip_heads, level_batches, level_heads, slope_batches, slope_heads, slope_queries;
-  int64_t factor_batches, knot_count;
+  int64_t kind, learned, strip_batches, strip_heads, level_batches, level_heads;
+  int64_t slope_batches, slope_heads, slope_queries, factor_batches, knot_count;
   const float* strip;
   const double *query_level, *key_level;
   const float *slope, *factor, *knots, *line_slope, *line_start;
@@ -102,7 +102,7 @@ struct Problem {
   const int32_t *low, *high;  // (bands, batch, queries), in rising order where they are not empty
   const uint8_t* key_mask;
   const float *logit_scale, *sink;  // (batch, heads, queries)
-  float *out, *lse, *peak, *log_total;  // lse = peak + log_total, where a sum of float32 would lose a large peak's rest
+  float *out, *lse, *peak, *log_total;  // lse = peak + log_total, apart because float32 would lose a large peak's rest
   const float *d_out, *d_lse;
   float *d_q, *d_k, *d_v, *d_logit_scale, *d_sink;
   int64_t* visited;  // keys visited, by sequence and head
