@@ -4,14 +4,14 @@
 //   content[i, j] = scale q[i] . k[j], or softcap tanh(scale q[i] . k[j] / softcap)
 //   scores[i, j]  = logit_scale[i] (content[i, j] + the sum of the terms of the bias)
 //                   for the keys in one of row i's intervals that are not hidden as padding
-//   a term        = strip[j - i + queries - 1], or -slope[i] curve(query_level[i] - key_level[j]) where the curve of d is
-//                   |d| or log(1 + d^2), or line_slope[n] x + line_start[n] with x = factor[i] strip[j - i + queries - 1],
-//                   n knots being <= x
+//   a term        = strip[j - i + queries - 1],
+//                   or -slope[i] curve(query_level[i] - key_level[j]), where the curve of d is |d| or log(1 + d^2),
+//                   or line_slope[n] x + line_start[n] with x = factor[i] strip[j - i + queries - 1], n knots being <= x
 //
-// Forward keeps a running maximum and sum per row, which begin with the sink; backward starts from the log-sum-exp. Levels
-// are float64, and their differences are taken before they are rounded, or relative to the block where it lies behind all
-// rows. Far keys are skipped where a bound shows that they cannot matter: attention/skipping.py has the argument, this
-// file the inequalities row by row. Plain C++ with vectors of eight floats.
+// Forward keeps a running maximum and sum per row, which begin with the sink; backward starts from the log-sum-exp.
+// Levels are float64, and their differences are taken before they are rounded, or relative to the block where it lies
+// behind all rows. Far keys are skipped where a bound shows that they cannot matter: attention/skipping.py has the
+// argument, this file the inequalities row by row. Plain C++ with vectors of eight floats.
 
 #include <cmath>
 
@@ -19,7 +19,7 @@
 
 namespace {
 
-constexpr int ROWS = 96, COLUMNS = 128, PANEL = 16, TERMS = 4;
+constexpr int ROWS = 96, COLUMNS = 128, PANEL = 16, TERMS = 4, AT_ONCE = 4;
 constexpr float SMALL = 1.0f / (1 << 25);  // half a unit in the last place of float32
 
 // c[M][16] = or += a b; a is read along its rows (step 1 in k) or, transposed, along its columns.
@@ -85,8 +85,8 @@ float length_of(const float* x, long dim) { return std::sqrt(dot(x, x, dim)) * 1
 
 // What Python hands over; tiles.py has the same fields in the same order. All arrays are contiguous.
 struct TermRecord {
-  int64_t kind, learned, strip_batches, strip_heads, level_batches, level_heads, slope_batches, slope_heads, slope_queries;
-  int64_t factor_batches, knot_count;
+  int64_t kind, learned, strip_batches, strip_heads, level_batches, level_heads;
+  int64_t slope_batches, slope_heads, slope_queries, factor_batches, knot_count;
   const float* strip;
   const double *query_level, *key_level;
   const float *slope, *factor, *knots, *line_slope, *line_start;
@@ -102,7 +102,7 @@ struct Problem {
   const int32_t *low, *high;  // (bands, batch, queries), in rising order where they are not empty
   const uint8_t* key_mask;
   const float *logit_scale, *sink;  // (batch, heads, queries)
-  float *out, *lse, *peak, *log_total;  // lse = peak + log_total, where a sum of float32 would lose a large peak's rest
+  float *out, *lse, *peak, *log_total;  // lse = peak + log_total, apart because float32 would lose a large peak's rest
   const float *d_out, *d_lse;
   float *d_q, *d_k, *d_v, *d_logit_scale, *d_sink;
   int64_t* visited;  // keys visited, by sequence and head
@@ -126,20 +126,27 @@ struct Levels {
   alignas(32) float relative[COLUMNS];
   alignas(32) double exact[COLUMNS];
 
-  // Call use(j, difference) for eight keys from j on.
+  // Call use(j, differences) for AT_ONCE times eight keys from j on.
   template <class Use>
   void each(double own, Use use) const {
+    v8 out[AT_ONCE];
     if (behind) {
       const v8 level = all(float(own - ref));
-      for (long j = 0; j < COLUMNS; j += 8) use(j, level - load(relative + j));
+      for (long j = 0; j < COLUMNS; j += 8 * AT_ONCE) {
+#pragma GCC unroll 4
+        for (int n = 0; n < AT_ONCE; ++n) out[n] = level - load(relative + j + 8 * n);
+        use(j, out);
+      }
       return;
     }
-    for (long j = 0; j < COLUMNS; j += 8) {
-      v8 out;
-      const v4d first = own - *reinterpret_cast<const v4d*>(exact + j);
-      const v4d second = own - *reinterpret_cast<const v4d*>(exact + j + 4);
-      const v4 parts[2] = {__builtin_convertvector(first, v4), __builtin_convertvector(second, v4)};
-      std::memcpy(&out, parts, sizeof out);
+    for (long j = 0; j < COLUMNS; j += 8 * AT_ONCE) {
+#pragma GCC unroll 4
+      for (int n = 0; n < AT_ONCE; ++n) {
+        const v4d first = own - *reinterpret_cast<const v4d*>(exact + j + 8 * n);
+        const v4d second = own - *reinterpret_cast<const v4d*>(exact + j + 8 * n + 4);
+        const v4 parts[2] = {__builtin_convertvector(first, v4), __builtin_convertvector(second, v4)};
+        std::memcpy(&out[n], parts, sizeof out[n]);
+      }
       use(j, out);
     }
   }
@@ -278,20 +285,29 @@ struct Term {
     } else if (kind == LEVEL) {
       const v8 steep = all(-slope_of(r) * m);
       float* kept = tile.curve[n];
-      tile.levels[n].each(query_level[r], [&](long j, v8 t) {
-        if (BACKWARD) store(kept + j, t);
-        store(to + j, load(to + j) + steep * absolute(t));
+      tile.levels[n].each(query_level[r], [=](long j, v8 (&t)[AT_ONCE]) {
+#pragma GCC unroll 4
+        for (int i = 0; i < AT_ONCE; ++i, j += 8) {
+          if (BACKWARD) store(kept + j, t[i]);
+          store(to + j, load(to + j) + steep * absolute(t[i]));
+        }
       });
     } else if (kind == LOG_LEVEL) {
       const v8 steep = all(-slope_of(r) * m);
       float *kept = tile.curve[n], *rate = tile.rate[n];
-      tile.levels[n].each(query_level[r], [&](long j, v8 t) {
-        const v8 square = t * t, log = log_1p(square);
-        if (BACKWARD) {
-          store(kept + j, log);
-          store(rate + j, (t + t) / (square + 1.0f));
+      tile.levels[n].each(query_level[r], [=](long j, v8 (&t)[AT_ONCE]) {
+        v8 log[AT_ONCE];
+#pragma GCC unroll 4
+        for (int i = 0; i < AT_ONCE; ++i) {
+          log[i] = t[i] * t[i];
+          if (BACKWARD) store(rate + j + 8 * i, (t[i] + t[i]) / (log[i] + 1.0f));
         }
-        store(to + j, load(to + j) + steep * log);
+        logs_of_1p(log);
+#pragma GCC unroll 4
+        for (int i = 0; i < AT_ONCE; ++i, j += 8) {
+          if (BACKWARD) store(kept + j, log[i]);
+          store(to + j, load(to + j) + steep * log[i]);
+        }
       });
     } else {
       const v8 factor = all(m);
@@ -677,10 +693,16 @@ void forward_rows(const Head& h, long row, Tile& tile) {
       const float peak = std::max(most[i], largest(top));
       const float shift = peak == -INF ? 0 : peak;
       v8 added = all(0);
-      for (long j = 0; j < COLUMNS; j += 8) {
-        const v8 x = exponential(load(s + j) - shift);
-        store(s + j, x);
-        added += x;
+      for (long j = 0; j < COLUMNS; j += 8 * AT_ONCE) {
+        v8 x[AT_ONCE];
+#pragma GCC unroll 4
+        for (int n = 0; n < AT_ONCE; ++n) x[n] = load(s + j + 8 * n) - shift;
+        exponentials(x);
+#pragma GCC unroll 4
+        for (int n = 0; n < AT_ONCE; ++n) {
+          store(s + j + 8 * n, x[n]);
+          added += x[n];
+        }
       }
       if (peak > most[i] && most[i] != -INF) {
         const float fade = std::exp(most[i] - peak);
@@ -820,10 +842,21 @@ void backward_row(const Head& h, float* w, float* d, long r, long block, float q
   if (h.cap > 0 && h.terms.empty() && !p.d_logit_scale) {  // nothing else is needed of the row: all of it in one go
     h.softcap.apply(w, ql * h.k_most[block], [=](auto capped) {
       const v8 factor = all(m), steep = all(m * capped.square);
-      for (long j = 0; j < COLUMNS; j += 8) {
-        const v8 content = capped(load(w + j)), x = exponential((factor * content - peak) - rest);
-        store(w + j, x);
-        store(d + j, x * (load(d + j) - drop) * (factor - steep * (content * content)));
+      const bool scaled = m != 1;
+      for (long j = 0; j < COLUMNS; j += 8 * AT_ONCE) {
+        v8 x[AT_ONCE], passed[AT_ONCE];
+#pragma GCC unroll 4
+        for (int n = 0; n < AT_ONCE; ++n) {
+          const v8 content = capped(load(w + j + 8 * n));
+          x[n] = ((scaled ? factor * content : content) - peak) - rest;
+          passed[n] = (load(d + j + 8 * n) - drop) * (factor - steep * (content * content));
+        }
+        exponentials(x);
+#pragma GCC unroll 4
+        for (int n = 0; n < AT_ONCE; ++n) {
+          store(w + j + 8 * n, x[n]);
+          store(d + j + 8 * n, x[n] * passed[n]);
+        }
       }
     });
     h.hide(w, r, column, tile, 0);
@@ -831,10 +864,16 @@ void backward_row(const Head& h, float* w, float* d, long r, long block, float q
     return;
   }
   h.score<true>(w, r, block, ql, tile);
-  for (long j = 0; j < COLUMNS; j += 8) {
-    const v8 x = exponential((load(w + j) - peak) - rest);
-    store(w + j, x);
-    store(d + j, x * (load(d + j) - drop));
+  for (long j = 0; j < COLUMNS; j += 8 * AT_ONCE) {
+    v8 x[AT_ONCE];
+#pragma GCC unroll 4
+    for (int n = 0; n < AT_ONCE; ++n) x[n] = (load(w + j + 8 * n) - peak) - rest;
+    exponentials(x);
+#pragma GCC unroll 4
+    for (int n = 0; n < AT_ONCE; ++n) {
+      store(w + j + 8 * n, x[n]);
+      store(d + j + 8 * n, x[n] * (load(d + j + 8 * n) - drop));
+    }
   }
   if (!rests.is_finite(r)) {
     h.hide(w, r, column, tile, 0);  // what is not finite stays with the keys that its row sees
