@@ -95,7 +95,7 @@ def _put_together(q: Tensor, k: Tensor, v: Tensor, parts: Parts, scale: float, s
     start = int(tensors["layout.query_start"]) if "layout.query_start" in tensors else static["query_start"]
     query, key = (torch.arange(x.shape[2], device=x.device)[None] for x in (q, k))
     layout = TokenLayout(query, key, query_start=start, key_start=static["key_start"], causal=static["causal"], **masks)
-    bands = []
+    bands: list[Band] = []
     while f"band.{len(bands)}.nearest" in static:
         bands.append(Band(**_under(f"band.{len(bands)}", static)))
     described = {
@@ -126,7 +126,7 @@ def _under(prefix: str, parts: Mapping[str, Any]) -> dict[str, Any]:
     return own
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _to_text(tensors: list[str], ints: list[str], plain: dict[str, Any]) -> str:
     """Names and plain values as JSON; Dynamo cannot look into the writer of JSON, and need not: all is constant."""
     return json.dumps({"tensors": tensors, "ints": ints, "plain": plain})

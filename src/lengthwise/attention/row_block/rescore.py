@@ -40,7 +40,7 @@ def backward(call: AttentionCall, d_out: Tensor, d_lse: Tensor) -> dict[str, Ten
             return whole_rows(constant.with_tensors(own), rows)
 
         # Operators run below autograd, which torch.func does not mind.
-        _, pull = torch.func.vjp(block, learned)
+        pull = torch.func.vjp(block, learned)[1]
         (gradients,) = pull((d_out[:, :, rows], d_lse[:, :, rows]))
         for name, gradient in gradients.items():
             sums[name] += gradient
