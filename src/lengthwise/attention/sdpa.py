@@ -6,6 +6,8 @@ few more channels of q and k. A half-precision number holds 8 or 11 bits, so bot
 six products that matter are summed in the kernel's own float32, whose rounding is below half precision's.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -85,10 +87,8 @@ def rides_in_channels(call: AttentionCall) -> bool:
 
 def _plain(call: AttentionCall) -> Tensor:
     # By a branch: in a graph with open lengths a comparison is no plain bool, which torch's function wants.
-    causal = True if call.visibility.is_causal and call.queries > 1 else False  # noqa: SIM210
-    return F.scaled_dot_product_attention(
-        call.q, call.k, call.v, scale=call.scale, is_causal=causal, enable_gqa=call.group > 1
-    )
+    order: dict[str, Any] = {"is_causal": True} if call.visibility.is_causal and call.queries > 1 else {}
+    return F.scaled_dot_product_attention(call.q, call.k, call.v, scale=call.scale, enable_gqa=call.group > 1, **order)
 
 
 def _channels(call: AttentionCall) -> Tensor:

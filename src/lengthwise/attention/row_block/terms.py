@@ -407,9 +407,9 @@ class TileTerm(Term):
             return self.bias.rebuilt(learned).tile(rows, columns).to(self.dtype)
 
         # Operators run below autograd, which torch.func does not mind.
-        pulled = torch.func.vjp(of_learned, self.learned)
-        self.pull = pulled[1]
-        return pulled[0] * LOG2E
+        with_pull = torch.func.vjp(of_learned, self.learned)
+        self.pull = with_pull[1]
+        return with_pull[0] * LOG2E
 
     def collect(self, where: Where, d_bias: Tensor) -> None:
         """Add up over the sequences that share the tile, then once through the function."""

@@ -171,9 +171,10 @@ class Tiles:
         """A tile of scores, less the shift that the queries carry; it lives until the next is asked for."""
         scores = self._in_steps(part, where, q) if self.in_steps else self._product(part, where, q)
         mask = self.spans.mask(where)
-        if mask is None:
-            return scores
-        return scores.masked_fill_(~(mask.flip(1) if self.term.flip else mask), -math.inf)
+        if mask is not None:
+            hidden = ~(mask.flip(1) if self.term.flip else mask)
+            scores[..., -mask.shape[2] :].masked_fill_(hidden, -math.inf)
+        return scores
 
     def _product(self, part: Part, where: Where, q: Tensor) -> Tensor:
         width = part.dim + (2 if where.far else 1)
@@ -230,17 +231,19 @@ class _Spans:
         return row[block], max(_row(self.high, batch)[block], row[block])
 
     def mask(self, where: Where) -> Bool[Tensor, "#head row column"] | None:
-        """True where a row may see a column, or None where all may."""
+        """True where a row may see a column, for the last columns alone where the others are visible; None for all."""
         own = self.sequences[where.batch if len(self.sequences) > 1 else 0]
         block, columns = where.rows.start // self.rows, where.columns
-        inside = (
-            _row(self.unbroken, where.batch)[block]
-            and _row(self.inner_low, where.batch)[block] <= columns.start
-            and columns.stop <= _row(self.inner_high, where.batch)[block]
-        )
         padding = own.layout.key_mask
-        if inside and own.layout.mask is None and (padding is None or bool(padding[0, columns].all())):
-            return None
+        solid = own.layout.mask is None and (padding is None or bool(padding[0, columns].all()))
+        if (
+            solid
+            and _row(self.unbroken, where.batch)[block]
+            and _row(self.inner_low, where.batch)[block] <= columns.start
+        ):
+            columns = slice(max(columns.start, _row(self.inner_high, where.batch)[block]), columns.stop)
+            if columns.start >= columns.stop:
+                return None
         mask = own.mask(where.rows, columns)[0]
         return mask[where.absolute] if mask.shape[0] > 1 else mask
 
