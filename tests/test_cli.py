@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import lengthwise as lw
-from lengthwise.attention import BACKENDS, survey
+from lengthwise.attention import BACKENDS, info
 from lengthwise.cli import main
 
 
@@ -25,9 +25,9 @@ def test_info_tells_for_every_backend_what_works_and_why_the_rest_does_not(capsy
     assert "sdpa: rescore replaces the scores" in out
 
 
-def test_the_survey_calls_a_backend_that_gives_other_numbers_faulty(monkeypatch):
-    monkeypatch.setattr(BACKENDS["sdpa"], "attend", lambda call: call.q + call.k + call.v)
-    faults = {v.kind: v.fault for v in survey.survey() if v.backend == "sdpa"}
+def test_info_calls_a_backend_that_gives_other_numbers_faulty(monkeypatch):
+    monkeypatch.setattr(BACKENDS["sdpa"], "run", lambda call, plan: (call.q + call.k + call.v, None))
+    faults = {v.kind: v.fault for v in info.try_backends() if v.backend == "sdpa"}
     assert faults["no bias"] == "output or gradients differ from the reference"
 
 

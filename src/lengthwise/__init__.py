@@ -48,9 +48,35 @@ _HOMES = {
     "registered": "bias",
     "skipping": "attention",
 }
-"""Where each public name lives; torch is loaded with the first one, so that `lengthwise --help` need not."""
+"""Where each public name lives. torch is loaded with the first one, so that `lengthwise --help` need not."""
 
-__all__ = list(_HOMES)  # noqa: PLE0605
+__all__ = [
+    "ENCODINGS",
+    "Band",
+    "Bias",
+    "ContextualPositions",
+    "DenseBias",
+    "DistanceBias",
+    "Encoding",
+    "FunctionBias",
+    "Geometry",
+    "HeadNetwork",
+    "LevelBias",
+    "LineBias",
+    "PositionError",
+    "Rescore",
+    "ScoreFunction",
+    "SumBias",
+    "TokenLayout",
+    "attend",
+    "explain",
+    "layout",
+    "make",
+    "merge",
+    "register",
+    "registered",
+    "skipping",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -128,7 +128,7 @@ def described(cls: type[Any]) -> type[Any]:
         parts = {name: next(remaining) if value is None else value for name, value in context}
         return _build(cls, parts, "", _unchecked)
 
-    _pytree.register_pytree_node(cls, flatten, unflatten, serialized_type_name=f"lengthwise.{cls.__name__}")
+    _pytree.register_pytree_node(cls, flatten, unflatten, serialized_type_name=f"{cls.__module__}.{cls.__name__}")
     return cls
 
 
@@ -162,7 +162,7 @@ def _build(
         if (single := _built_part(name, parts, make)) is not None:
             values[field_name] = single
             continue
-        several = []
+        several: list[Any] = []
         while (single := _built_part(f"{name}.{len(several)}", parts, make)) is not None:
             several.append(single)
         if several:
@@ -332,10 +332,9 @@ class LevelBias(Bias):
         if self.step is None:
             for name in ("query_level", "key_level"):
                 self._check_level(name)
-            parts = (self.query_level, self.key_level, self.slope)
         else:
             check_tensor("step", self.step, ("batch or 1", "head or 1", "key"), "floating-point")
-            parts = (self.step, self.slope)
+        parts = (self.query_level, self.key_level, self.step, self.slope)
         check_tensor("slope", self.slope, ("batch or 1", "head or 1", "query or 1"), "floating-point")
         for axis, what in ((0, "batch"), (1, "heads")):
             check_broadcast("levels and slope", [part.shape[axis] for part in parts if part is not None], what)
@@ -384,7 +383,8 @@ class LevelBias(Bias):
         if self.step is not None:
             parts, queries, keys = [self.step, self.slope], self.queries, self.step.shape[2]
         else:
-            assert self.query_level is not None and self.key_level is not None
+            assert self.query_level is not None
+            assert self.key_level is not None
             parts = [self.query_level, self.key_level, self.slope]
             queries, keys = self.query_level.shape[2], self.key_level.shape[2]
         batch, heads = (max(part.shape[axis] for part in parts) for axis in (0, 1))
@@ -394,7 +394,8 @@ class LevelBias(Bias):
         """query_level - key_level of some pairs, in the levels' own precision."""
         if self.step is not None:
             return self.summed().difference(rows, columns)
-        assert self.query_level is not None and self.key_level is not None
+        assert self.query_level is not None
+        assert self.key_level is not None
         whole = self.query_level[..., rows, None] - self.key_level[..., None, columns]
         if self.query_rest is None or self.key_rest is None:
             return whole

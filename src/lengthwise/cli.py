@@ -77,7 +77,7 @@ def encodings() -> str:
 
 def info() -> str:
     """What works on this machine."""
-    from lengthwise.attention.survey import report
+    from lengthwise.attention.info import report
 
     return report()
 

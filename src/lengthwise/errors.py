@@ -41,9 +41,7 @@ def check_flag(name: str, value: object, advice: str = "") -> None:
 def check_choice(name: str, value: object, choices: Sequence[str], advice: str = "") -> None:
     """One of a few words."""
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(
-            _message(f"{name} must be {' or '.join(map(repr, choices))}, got {describe(value)}", advice)
-        )
+        raise ValueError(_message(f"{name} must be {' or '.join(map(repr, choices))}, got {describe(value)}", advice))
 
 
 def check_tensor(

@@ -63,7 +63,9 @@ class HeadNetwork(Rescore):
         check_tensor("weight_out", self.weight_out, (inputs // 2, hidden, kernel), "floating-point")
         check_tensor("bias_out", self.bias_out, (inputs // 2,), "floating-point")
         if inputs % 2 or kernel not in (1, 3):
-            raise ValueError(f"a HeadNetwork must have 2 heads inputs and a kernel of 1 or 3, got {inputs} and {kernel}")
+            raise ValueError(
+                f"a HeadNetwork must have 2 heads inputs and a kernel of 1 or 3, got {inputs} and {kernel}"
+            )
 
     def scores(
         self, content: Tensor, bias: Tensor, q: Tensor, k: Tensor, mask: Tensor, rows: slice = slice(None)
@@ -130,7 +132,9 @@ class ScoreFunction(Rescore):
 
     def __post_init__(self) -> None:
         if not callable(self.function):
-            raise TypeError(f"function must be a function of content, bias, q, k, mask and rows, got {describe(self.function)}")
+            raise TypeError(
+                f"function must be a function of content, bias, q, k, mask and rows, got {describe(self.function)}"
+            )
 
     def scores(
         self, content: Tensor, bias: Tensor, q: Tensor, k: Tensor, mask: Tensor, rows: slice = slice(None)

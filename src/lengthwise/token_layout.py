@@ -13,6 +13,7 @@ given to every hook of an encoding and to `attend`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from jaxtyping import Bool, Int
@@ -123,8 +124,8 @@ class TokenLayout:
         check_broadcast("query and key positions", (query.shape[0], key.shape[0]), "batch")
         queries, keys = query.shape[1], key.shape[1]
         check_flag("causal", causal)
-        _check_per_key("key_mask", key_mask, "bool", keys)
-        _check_per_key("documents", documents, "integer", keys)
+        check_per_key("key_mask", key_mask, "bool", keys)
+        check_per_key("documents", documents, "integer", keys)
         if mask is not None:
             check_tensor("mask", mask, ("batch or 1", "head or 1", queries, keys), "bool")
         if start is None:
@@ -285,7 +286,8 @@ def layout(
     if isinstance(tokens, Tensor):
         if tokens.ndim < 2:
             raise ValueError(f"tokens must be an int or (batch, position, ...), got {describe(tokens)}")
-        tokens, device = tokens.shape[1], tokens.device if device is None else device
+        device = tokens.device if device is None else device
+        tokens = tokens.shape[1]
     check_int("tokens", tokens, least=0)
     check_int("past", past, least=0)
     keys = past + tokens
@@ -294,20 +296,16 @@ def layout(
             raise ValueError("documents and cu_seqlens say the same thing, got both")
         documents = documents_of(cu_seqlens, keys, device)
     if documents is not None or key_mask is not None:
-        _check_per_key("key_mask", key_mask, "bool", keys)
-        _check_per_key("documents", documents, "integer", keys)
+        check_per_key("key_mask", key_mask, "bool", keys)
+        check_per_key("documents", documents, "integer", keys)
         key = number_in_document(key_mask, documents).clamp(min=0)
-        return TokenLayout.of(
-            key[:, past:], key, key_mask=key_mask, documents=documents, start=past, causal=causal
-        )
+        return TokenLayout.of(key[:, past:], key, key_mask=key_mask, documents=documents, start=past, causal=causal)
     check_flag("causal", causal)
     key = torch.arange(keys, device=device)[None]
     facts = None
     if not torch.compiler.is_compiling():
         facts = Facts(lowest=past, highest=keys - 1, furthest=max(keys - 1, 0), offsets=(0,))
-    return TokenLayout(
-        query=key if past == 0 else key[:, past:], key=key, query_start=past, causal=causal, facts=facts
-    )
+    return TokenLayout(query=key if past == 0 else key[:, past:], key=key, query_start=past, causal=causal, facts=facts)
 
 
 def documents_of(
@@ -321,7 +319,7 @@ def documents_of(
         raise ValueError(f"cu_seqlens must have two borders or more, got {borders.shape[0]}")
     if readable:
         ends = [int(border) for border in borders]
-        if ends[0] != 0 or ends[-1] != length or any(a > b for a, b in zip(ends, ends[1:], strict=False)):
+        if ends[0] != 0 or ends[-1] != length or any(a > b for a, b in pairwise(ends)):
             raise ValueError(f"cu_seqlens must rise from 0 to the length {length}, got {ends}")
     return torch.bucketize(torch.arange(length, device=borders.device), borders[1:], right=True)[None]
 
@@ -434,7 +432,8 @@ def _rows(name: str, positions: Tensor) -> Positions:
     return positions
 
 
-def _check_per_key(name: str, mask: Tensor | None, kind: str, keys: int) -> None:
+def check_per_key(name: str, mask: Tensor | None, kind: str, keys: int) -> None:
+    """An error unless there is one entry per key, of the kind."""
     if mask is None:
         return
     if not isinstance(mask, Tensor) or kind_of(mask) != kind:

@@ -1,7 +1,7 @@
 """Attention with a described bias: one door, several backends; plan.py says what a backend is."""
 
 from types import ModuleType
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from jaxtyping import Bool, Float
@@ -42,11 +42,45 @@ BACKENDS: dict[str, ModuleType] = {
 
 
 @overload
-def attend(q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Any) -> Tensor: ...
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: TokenLayout | None = ...,
+    causal: bool = ...,
+    key_mask: Tensor | None = ...,
+    bias: Bias | None = ...,
+    rescore: Rescore | None = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    logit_scale: Tensor | None = ...,
+    sink: Tensor | None = ...,
+    backend: str = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
 
 
 @overload
-def attend(q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Any) -> tuple[Tensor, Tensor]: ...
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: TokenLayout | None = ...,
+    causal: bool = ...,
+    key_mask: Tensor | None = ...,
+    bias: Bias | None = ...,
+    rescore: Rescore | None = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    logit_scale: Tensor | None = ...,
+    sink: Tensor | None = ...,
+    backend: str = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 
 
 def attend(

@@ -12,9 +12,9 @@ from torch import Tensor
 from lengthwise.attention.skipping import is_skipping
 from lengthwise.attention.visibility import Visibility
 from lengthwise.bias import Bias, DistanceBias, LevelBias
-from lengthwise.errors import check_flag, check_int, describe, kind_of
+from lengthwise.errors import check_flag, check_int, describe
 from lengthwise.rescore import Rescore
-from lengthwise.token_layout import Band, TokenLayout, Window
+from lengthwise.token_layout import Band, TokenLayout, Window, check_per_key
 
 FEW_QUERIES = 4
 """Up to so many queries without gradients are decoding: keys and values are best read once, where they lie."""
@@ -139,7 +139,7 @@ class AttentionCall:
         masks += ["documents"] * (layout.key_documents is not None)
         masks += [f"window={visibility.window}"] * (visibility.window is not None) + [str(b) for b in visibility.bands]
         lines.append("    masks    " + (", ".join(masks) or "none"))
-        extras = [f"softcap={self.softcap:g}"] * (self.softcap is not None)
+        extras = [] if self.softcap is None else [f"softcap={self.softcap:g}"]
         extras += [name for name in ("logit_scale", "sink") if getattr(self, name) is not None]
         extras += ["return_lse"] * self.return_lse
         return "\n".join(lines + [f"    with     {', '.join(extras)}"] * bool(extras))
@@ -211,9 +211,10 @@ def _bare_layout(
             f"the queries are the last keys, so there can be at most {keys} of them, got {queries}; for attention "
             "across two sequences use causal=False and no window"
         )
+    check_per_key("key_mask", key_mask, "bool", keys)
     key = torch.arange(keys, device=device)[None]
     query = key[:, start:] if start >= 0 else torch.arange(queries, device=device)[None]
-    own = None if key_mask is None or start < 0 or key_mask.ndim != 2 else key_mask[:, start:]
+    own = None if key_mask is None or start < 0 else key_mask[:, start:]
     return TokenLayout(query, key, query_start=start, query_mask=own, key_mask=key_mask, causal=causal)
 
 
@@ -263,15 +264,6 @@ def _check_layout(layout: TokenLayout, batch: int, queries: int, keys: int) -> N
             f"the layout must be that of {queries} queries and {keys} keys, got one of {layout.query_count} and "
             f"{layout.key_count}"
         )
-    for name, kind, size in (("key_mask", "bool", keys), ("key_documents", "integer", keys), ("mask", "bool", keys)):
-        part = getattr(layout, name)
-        if part is None:
-            continue
-        if not isinstance(part, Tensor) or kind_of(part) != kind:
-            wanted = "bool, True for visible keys" if kind == "bool" else "integer"
-            raise TypeError(f"{name} must be {wanted}, got {describe(part)}")
-        if part.ndim != (4 if name == "mask" else 2) or part.shape[-1] != size:
-            raise ValueError(f"{name} must have one entry per key, {size}, got shape {tuple(part.shape)}")
     if layout.batch not in (1, batch):
         raise ValueError(f"the layout must be of {batch} sequences, or of 1 for all, got {layout.batch}")
 
@@ -289,7 +281,7 @@ def _check_bias(bias: Bias, wanted: tuple[int, int, int, int], layout: TokenLayo
     # The facts of a layout that was made by hand are not known: then a bias may hold other positions.
     positions = bias.positions() if layout.facts is not None else None
     if positions is not None and not all(map(_same_positions, positions, (layout.query, layout.key))):
-        raise ValueError("the bias was made for another layout: its positions differ; make it of this one")
+        raise ValueError("the bias must be of this layout, got one that was made for another: its positions differ")
     if isinstance(bias, LevelBias) and bias.rising and wanted[2] > FEW_QUERIES and bias.falls:
         raise ValueError("a LevelBias that declares rising must not fall, got levels that do")
 

@@ -7,6 +7,7 @@ out     = weights v                             0 where a row sees nothing and h
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -71,7 +72,7 @@ def explain(call: AttentionCall, *, matrices: bool) -> Explanation:
     size = call.queries if matrices else max(1, BLOCK // max(1, call.batch * call.heads * call.keys))
     blocks = [slice(row, min(row + size, call.queries)) for row in range(0, max(call.queries, 1), max(size, 1))]
     parts = [_explain_rows(call, k, v, rows, taint, matrices=matrices) for rows in blocks]
-    whole = {
+    whole: dict[str, Any] = {
         name: None if getattr(parts[0], name) is None else torch.cat([getattr(part, name) for part in parts], 2)
         for name in Explanation.__dataclass_fields__
     }

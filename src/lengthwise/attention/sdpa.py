@@ -78,7 +78,8 @@ def rides_in_channels(call: AttentionCall) -> bool:
     if not (visibility.is_causal and square):
         return False
     levels = bias.summed()
-    assert levels.query_level is not None and levels.key_level is not None
+    assert levels.query_level is not None
+    assert levels.key_level is not None
     largest = levels.key_level.abs().amax()
     rising = (levels.query_level >= levels.key_level.cummax(2).values).all()
     return bool(rising & (largest < torch.finfo(torch.float16).max))

@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from lengthwise.errors import check_int
 from lengthwise.data.tokens import Tokens
+from lengthwise.errors import check_int
 
 
 class Batches:

@@ -60,7 +60,7 @@ class StepEncoding(Encoding):
         check_tensor("key_mask", key_mask, ("batch", x.shape[1]), "bool", "True for tokens, False for padding.")
         if key_mask.shape[0] not in (1, x.shape[0]):
             raise ValueError(
-                f"key_mask must have a row for each of {x.shape[0]} sequences, or one, got shape {tuple(key_mask.shape)}"
+                f"key_mask must have a row for each of {x.shape[0]} sequences, or one; got {tuple(key_mask.shape)}"
             )
         return {"step": step.where(key_mask[:, None], 0)}
 

@@ -38,8 +38,8 @@ class ScoreNetwork(Encoding):
         self.over = build(over, geometry, over_options or {})
         if not self.over.overrides("bias") or self.over.overrides("rescore"):
             raise ValueError(
-                f"{type(self).__name__} corrects an additive encoding; {over!r} acts by {self.over.hook()}. "
-                "Take one that has, e.g. over='kerple' or over='cable'."
+                f"{type(self).__name__} must be over an additive encoding, e.g. over='kerple' or over='cable', got "
+                f"{over!r}"
             )
         self.kind, self.context_free = self.over.kind, self.over.context_free
         padding = (0, self.kernel[1] // 2)
@@ -63,7 +63,6 @@ class ScoreNetwork(Encoding):
 
     def rescore(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> HeadNetwork:
         """A + B + f([A; B])."""
-        assert self.into.bias is not None and self.out.bias is not None
-        return HeadNetwork(
-            self.into.weight.squeeze(2), self.into.bias, self.out.weight.squeeze(2), self.out.bias
-        )
+        assert self.into.bias is not None
+        assert self.out.bias is not None
+        return HeadNetwork(self.into.weight.squeeze(2), self.into.bias, self.out.weight.squeeze(2), self.out.bias)

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lengthwise.errors import describe, check_number
+from lengthwise.errors import check_number, describe
 from lengthwise.token_layout import Positions
 
 Frequencies = Float[Tensor, "*position pair"]
@@ -57,7 +57,7 @@ class Scaling:
                 continue
             name, lists = SAID.get(f.name, f.name), f.name in ("short_factor", "long_factor")
             if lists and not isinstance(value, tuple):
-                raise ValueError(f"{name} must be a list of numbers; {describe(value)} came. Give one per pair.")
+                raise ValueError(f"{name} must be a list of numbers, one per pair, got {describe(value)}")
             for single in value if isinstance(value, tuple) else (value,):
                 check_number(name, single, "See the paper of the rule.", most=1.0 if f.name == "part" else math.inf)
 
@@ -175,8 +175,8 @@ class LongRope(Scaling):
         for name in ("short_factor", "long_factor"):
             if len(getattr(self, name)) != self.wheel.dim // 2:
                 raise ValueError(
-                    f"{name} must have one number per pair of channels, {self.wheel.dim // 2}; "
-                    f"it has {len(getattr(self, name))}. Take the list made for this head_dim."
+                    f"{name} must have one number per pair of channels, {self.wheel.dim // 2}, got "
+                    f"{len(getattr(self, name))}"
                 )
 
     def frequencies(self, length: Positions) -> Frequencies:
@@ -210,8 +210,8 @@ class Llama3(Scaling):
         super().__post_init__()
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
-                f"high_freq_factor must be above low_freq_factor; {self.high_freq_factor} and {self.low_freq_factor} "
-                "came. Llama 3 has 4 and 1."
+                f"high_freq_factor must be above low_freq_factor, got {self.high_freq_factor} and "
+                f"{self.low_freq_factor}; Llama 3 has 4 and 1"
             )
 
     def frequencies(self, length: Positions) -> Frequencies:
@@ -260,13 +260,13 @@ def make_scaling(options: Mapping[str, object] | None, wheel: Wheel) -> Scaling:
     """A rule from a plain dictionary: "type" (or "rope_type") and the rule's own numbers, e.g. "factor"."""
     if not isinstance(options, Mapping | None):
         raise TypeError(
-            f'scaling must be a dictionary such as {{"type": "yarn", "factor": 8.0}}; {describe(options)} came. Write one.'
+            f'scaling must be a dictionary such as {{"type": "yarn", "factor": 8.0}}, got {describe(options)}'
         )
     given = {name: value for name, value in (options or {"type": "default"}).items() if value is not None}
     kind = given.pop("type", given.pop("rope_type", None))
     if not isinstance(kind, str) or kind not in SCALINGS:
         known = ", ".join(map(repr, SCALINGS))
-        raise ValueError(f"unknown rope scaling {kind!r}; there are {known}. Set its 'type' to one of them.")
+        raise ValueError(f"unknown rope scaling {kind!r}; its 'type' must be one of {known}")
     rule = SCALINGS[kind]
     own = {f.name: f for f in fields(rule) if f.name != "wheel"}
     values = {NAMES.get(name, name): tuple(v) if isinstance(v, list) else v for name, v in given.items()}
@@ -275,13 +275,13 @@ def make_scaling(options: Mapping[str, object] | None, wheel: Wheel) -> Scaling:
     if missing or wrong:
         known = ", ".join(repr(SAID.get(name, name)) for name in own) or "none"
         fault = f"lacks {missing[0]!r}" if missing else f"does not know {wrong[0]!r}"
-        raise ValueError(f"rope scaling {kind!r} {fault}; its numbers are: {known}. Correct the dictionary.")
+        raise ValueError(f"rope scaling {kind!r} {fault}; known: {known}")
     return rule(wheel, **values)
 
 
 def _check_pairs(wheel: Wheel) -> None:
     if wheel.dim <= 2:
         raise ValueError(
-            f"NTK scaling needs two pairs of channels or more, for its d / (d - 2); head_dim is {wheel.dim}. "
-            "Take 'linear' instead."
+            f"NTK scaling must have two pairs of channels or more, for its d / (d - 2), got head_dim {wheel.dim}; "
+            "'linear' has no such limit"
         )

@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 
 from lengthwise.bias import LevelBias, has_float64
-from lengthwise.errors import check_choice
 from lengthwise.encodings.base import Encoding, Geometry, State, Tokens
+from lengthwise.errors import check_choice
 from lengthwise.token_layout import TokenLayout
 
 
@@ -39,8 +39,10 @@ class Alibi(Encoding):
         if has_float64(device):
             return LevelBias(query.double(), key.double(), slope)
         # Positions below 2 ** 24 are float32 numbers themselves: nothing is left for the rest.
-        rests = (torch.zeros_like(x, dtype=torch.float32) for x in (query, key))
-        return LevelBias(query.float(), key.float(), slope, "linear", False, *rests)
+        rests = {
+            f"{name}_rest": torch.zeros_like(x, dtype=torch.float32) for name, x in (("query", query), ("key", key))
+        }
+        return LevelBias(query.float(), key.float(), slope, **rests)
 
 
 def geometric_slopes(heads: int) -> list[float]:

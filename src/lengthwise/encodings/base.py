@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from lengthwise.bias import Bias, at_least_float32, without_autocast
-from lengthwise.errors import describe, check_flag, check_int
+from lengthwise.errors import check_flag, check_int, describe
 from lengthwise.rescore import Rescore
 from lengthwise.token_layout import TokenLayout
 

@@ -67,9 +67,7 @@ class Fire(Encoding):
         scope = query if causal else torch.maximum(query, run_ends(query) - query)
         c, multiplier, into, out = at_least_float32(self.c), at_least_float32(self.multiplier), self.into, self.out
         layers = [at_least_float32(p) for p in (into.weight, into.bias, out.weight, out.bias)]
-        limit = self._limits.table(
-            lambda _: (multiplier * self.threshold).abs(), 1, multiplier, decoding=decoding
-        )
+        limit = self._limits.table(lambda _: (multiplier * self.threshold).abs(), 1, multiplier, decoding=decoding)
         network = (c, limit, *layers)
         if reach is None:
             return FunctionBias(fire_tile, (query, key, scope, *network))

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lengthwise.bias import Bias, DistanceBias, FunctionBias, Index, registered, at_least_float32
+from lengthwise.bias import Bias, DistanceBias, FunctionBias, Index, at_least_float32, registered
 from lengthwise.encodings._table_cache import TableCache, is_decoding, table_reach
 from lengthwise.encodings.base import Encoding, Geometry, State, Tokens
 from lengthwise.token_layout import TokenLayout

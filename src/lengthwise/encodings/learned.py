@@ -8,8 +8,8 @@ The table has an end, and so has every model that uses it.
 import torch
 from torch import nn
 
-from lengthwise.errors import check_int
 from lengthwise.encodings.base import Encoding, Geometry, Tokens, checked_count, checked_tokens
+from lengthwise.errors import check_int
 from lengthwise.token_layout import PositionError, TokenLayout
 
 
@@ -42,7 +42,7 @@ class Learned(Encoding):
         checked_count(x, positions, of="position")
         if layout.facts is not None and layout.facts.highest >= self.limit:
             raise PositionError(
-                f"learned positions end at {self.limit}, got position {layout.facts.highest}; encodings without a limit "
-                "are e.g. 'alibi', 'kerple' and 'cable'"
+                f"learned positions end at {self.limit}, got position {layout.facts.highest}; without a limit are e.g. "
+                "'alibi', 'kerple' and 'cable'"
             )
         return x + self.weight[positions].to(x.dtype)

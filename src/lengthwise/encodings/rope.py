@@ -18,10 +18,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lengthwise.bias import at_least_float32
-from lengthwise.errors import check_broadcast, check_choice, check_number, check_tensor
-from lengthwise.encodings.base import Encoding, Geometry, State
-from lengthwise.token_layout import TokenLayout, run_ends
 from lengthwise.encodings._rope_scaling import Wheel, make_scaling
+from lengthwise.encodings.base import Encoding, Geometry, State
+from lengthwise.errors import check_broadcast, check_choice, check_number, check_tensor
+from lengthwise.token_layout import TokenLayout, run_ends
 
 
 class Rope(Encoding):
@@ -39,7 +39,7 @@ class Rope(Encoding):
     ) -> None:
         super().__init__(geometry)
         if geometry.head_dim % 2:
-            raise ValueError(f"rope turns pairs of channels; head_dim is {geometry.head_dim}. Make it even.")
+            raise ValueError(f"rope turns pairs of channels, so head_dim must be even, got {geometry.head_dim}")
         check_choice("layout", layout, ("half", "interleaved"), "LLaMA has 'half'.")
         check_number("base", base, "10000 is usual.")
         self.layout = layout

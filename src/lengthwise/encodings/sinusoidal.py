@@ -9,8 +9,8 @@ the waves must be as small, or a short training sees little else. The CABLE pape
 
 import torch
 
-from lengthwise.errors import check_number
 from lengthwise.encodings.base import Encoding, Geometry, Tokens, checked_count, checked_tokens
+from lengthwise.errors import check_number
 from lengthwise.token_layout import TokenLayout
 
 

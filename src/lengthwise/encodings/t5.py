@@ -12,9 +12,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lengthwise.bias import DistanceBias
-from lengthwise.errors import check_int
 from lengthwise.encodings._table_cache import TableCache, is_decoding
 from lengthwise.encodings.base import Encoding, Geometry, State, Tokens
+from lengthwise.errors import check_int
 from lengthwise.token_layout import TokenLayout
 
 
@@ -33,8 +33,8 @@ class T5(Encoding):
         side = buckets if geometry.causal else buckets // 2
         if side < 2 or side % 2 or max_distance <= side // 2 or (not geometry.causal and buckets % 2):
             raise ValueError(
-                "a side needs an even number of buckets, 2 or more, and max_distance beyond the exact half; "
-                f"buckets={buckets}, max_distance={max_distance} came. T5 has 32 and 128."
+                "a side must have an even number of buckets, 2 or more, and max_distance beyond the exact half, got "
+                f"buckets={buckets}, max_distance={max_distance}; T5 has 32 and 128"
             )
         self.past = bucket_of_distance(side, max_distance)
         self.ahead = [] if geometry.causal else [side + bucket for bucket in self.past[:0:-1]]

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from lengthwise.bias import DistanceBias
-from lengthwise.errors import check_int
 from lengthwise.encodings.base import Encoding, Geometry, State, Tokens
+from lengthwise.errors import check_int
 from lengthwise.token_layout import TokenLayout
 
 

@@ -5,6 +5,7 @@ refused before anything is computed.
 """
 
 import inspect
+import sys
 
 import torch
 import torch.nn.functional as F
@@ -112,4 +113,4 @@ def fitting_chunk(model: PreTrainedModel, *, length: int, scored: int) -> int | 
 def _memory(model: PreTrainedModel) -> int:
     if model.device.type == "cuda":
         return int(torch.cuda.get_device_properties(model.device).total_memory)
-    return total_bytes()
+    return total_bytes() or sys.maxsize

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from lengthwise.errors import check_int
 from lengthwise.encodings import PositionError
+from lengthwise.errors import check_int
 from lengthwise.evaluate.limits import check_length
 from lengthwise.evaluate.losses import fitting_chunk, token_losses
 from lengthwise.evaluate.score import Score

@@ -133,4 +133,3 @@ def uniform(bias: Bias, *, causal: bool) -> Profile | None:
     ahead = bias.tile(slice(0, 1), slice(1, None))[0, :, 0].flip(-1)
     mean = torch.cat([ahead, past], -1).float().cpu()
     return Profile(1 - keys, mean, torch.zeros_like(mean))
-

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from lengthwise.errors import describe, check_choice, check_tensor, check_int
+from lengthwise.errors import check_choice, check_int, check_tensor, describe
 from lengthwise.inspect.families import bloom, falcon, interface, mpt, ours
 from lengthwise.inspect.families.route import Route
 from lengthwise.inspect.proof import watched

@@ -128,7 +128,9 @@ def _described(record: Record, wish: Wish) -> LayerMap | None:
         return None
     _, heads, queries, keys = record.shape
     nothing = torch.zeros(heads)
-    return LayerMap(record.layer, queries, keys, record.causal, bias.first_sequence(), None, profile, nothing, nothing.clone())
+    return LayerMap(
+        record.layer, queries, keys, record.causal, bias.first_sequence(), None, profile, nothing, nothing.clone()
+    )
 
 
 def _one_for_all(record: Record, shown: Shown) -> bool:

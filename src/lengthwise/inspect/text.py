@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from lengthwise.errors import check_int
 from lengthwise.data import documents
+from lengthwise.errors import check_int
 from lengthwise.inspect.subject import Subject
 
 

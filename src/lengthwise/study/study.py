@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from lengthwise.errors import check_int
 from lengthwise.data.tokens import file_hash
 from lengthwise.encodings.registry import find
+from lengthwise.errors import check_int
 from lengthwise.evaluate import LengthTable, Score
 from lengthwise.evaluate.measuring import Measure, held_out_text, score_subject
 from lengthwise.evaluate.subjects import Subject, load_subject

@@ -156,7 +156,7 @@ class Settings(TrainConfig):
     warmup: int = 0
 
     def __post_init__(self) -> None:
-        from lengthwise.errors import check_number, check_int
+        from lengthwise.errors import check_int, check_number
 
         counts = ("batch_tokens", "micro_batch", "steps", "checkpoint_every", "keep", "evaluate_every")
         for name in (*counts, "evaluate_tokens", "log_every"):
