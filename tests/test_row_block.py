@@ -253,6 +253,24 @@ def test_a_row_that_sees_nothing_is_0_with_lse_minus_infinity_and_no_gradient(ki
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
+@pytest.mark.parametrize("few", [0, 100])
+def test_a_row_that_sees_nothing_has_exactly_its_sink_as_lse(few, monkeypatch):
+    monkeypatch.setattr(calls, "FEW_QUERIES", few)
+    case = make_case("level", "sink", keys=41)
+    case.masks["key_mask"] = torch.arange(41)[None] >= 9
+    out, lse = by_row_block(case.call(torch.float32, grad=False)[0])
+    assert (out[:, :, :9] == 0).all()
+    assert torch.equal(lse[:, :, :9], case.tensors["sink"][:, None].expand(2, HEADS, 9))
+
+
+@pytest.mark.parametrize("sink", [-200.0, 200.0])
+def test_a_sink_far_from_all_scores_neither_overflows_nor_vanishes(sink):
+    case = make_case("strip", "sink")
+    case.tensors["sink"] = torch.full((HEADS,), sink)
+    assert_as_exact(case)
+    assert_lse_as_exact(case)
+
+
 def test_steps_that_were_not_summed_yet_have_gradients():
     torch.manual_seed(0)
     step = torch.rand(1, HEADS, 61)

@@ -101,13 +101,13 @@ def assert_nothing_that_matters_is_skipped(call: AttentionCall, d_out: Tensor, d
     on = results(by_row_block, call, learned, d_out, d_lse)
     off = results(by_row_block, replace(call, skip=False), learned, d_out, d_lse)
     allowed = 4 * SMALL + torch.finfo(call.dtype).eps * KEYS**0.5
-    for x, y, size in zip(on, off, sizes_of_terms(call, d_out, d_lse), strict=True):
+    for x, y, sizes in zip(on, off, sizes_of_terms(call, d_out, d_lse), strict=True):
         assert torch.equal(x.isnan(), y.isnan())
         assert torch.equal(x.isinf(), y.isinf())
         if x.ndim == 3 and x.shape[-1] == KEYS:  # the log-sum-exp, one number a row
             x, y = x[..., None], y[..., None]
         difference = torch.where(y.isfinite(), x - y, 0).double().norm(dim=-1, keepdim=True)
-        assert (difference <= allowed * size).all()
+        assert (difference <= allowed * sizes).all()
 
 
 def large_far_keys(x: dict[str, Tensor]) -> None:

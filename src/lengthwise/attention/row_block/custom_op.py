@@ -16,7 +16,6 @@ from torch import Tensor
 from lengthwise.attention.call import AttentionCall
 from lengthwise.attention.plan import Output
 from lengthwise.attention.row_block import run
-from lengthwise.attention.row_block.terms import LOG2E
 from lengthwise.attention.skipping import is_skipping
 from lengthwise.attention.visibility import Visibility
 from lengthwise.bias import at_least_float32, rebuild, registered_name
@@ -48,10 +47,7 @@ def attend(call: AttentionCall) -> Output:
     else:
         text = _to_text(list(parts.tensors), list(parts.ints), parts.plain)
         out, lse = _forward(call.q, call.k, call.v, tensors, numbers, call.scale, call.softcap, text)
-    if not call.return_lse:
-        return out.to(call.dtype), None
-    # Inside it is in units of log 2, and inf where a row has no weight to give.
-    return out.to(call.dtype), (lse / LOG2E).masked_fill(lse == torch.inf, -torch.inf)
+    return out.to(call.dtype), lse if call.return_lse else None
 
 
 def nameless_functions(call: AttentionCall) -> list[Callable[..., Any]]:
@@ -149,7 +145,7 @@ def _forward(
     softcap: float | None,
     text: str,
 ) -> tuple[Tensor, Tensor]:
-    """The output in float32 or better, and the log-sum-exp of every row in units of log 2."""
+    """The output in float32 or better, and the log-sum-exp of every row."""
     parts = _from_text(text, [x.detach() for x in tensors], numbers)
     return run.forward(_put_together(q, k, v, parts, scale, softcap))
 

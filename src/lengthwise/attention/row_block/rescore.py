@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lengthwise.attention.call import AttentionCall
 from lengthwise.attention.decode import Rows, whole_rows
-from lengthwise.attention.row_block.terms import LOG2E
 from lengthwise.bias import at_least_float32
 
 SCORES = 2**22
@@ -19,13 +18,13 @@ SCORES = 2**22
 
 
 def forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """The output, and the log-sum-exp of every row in units of log 2; inf where a row sees nothing and has no sink."""
+    """The output, and the log-sum-exp of every row; -inf where a row sees nothing and has no sink."""
     dtype = at_least_float32(call.q[:0]).dtype
     out = call.q.new_empty(*call.q.shape[:3], call.v.shape[3], dtype=dtype)
     lse = call.q.new_empty(call.q.shape[:3], dtype=dtype)
     for rows in _blocks(call):
         out[:, :, rows], lse[:, :, rows] = whole_rows(call, rows)
-    return out, (lse * LOG2E).masked_fill_(lse == -torch.inf, torch.inf)
+    return out, lse
 
 
 def backward(call: AttentionCall, d_out: Tensor, d_lse: Tensor) -> dict[str, Tensor]:

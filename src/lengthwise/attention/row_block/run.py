@@ -29,10 +29,10 @@ SMALLEST_SUM = 2.0**-100
 """A sum of weights below it may have lost some to underflow."""
 
 Rows = tuple[Float[Tensor, "head row"], Float[Tensor, "head row"], Float[Tensor, "head row value"]]
-"""Of a block of rows: the shift, the sum of the weights, the weighted sum of the values."""
+"""Of a block of rows: the shift, the sum of the keys' weights, the weighted sum of the values."""
 
 Forward = tuple[Float[Tensor, "batch head query value"], Float[Tensor, "batch head query"]]
-"""The output, and the log-sum-exp of every row in units of log 2; inf where a row sees nothing and has no sink."""
+"""The output, and the log-sum-exp of every row; -inf where a row sees nothing and has no sink."""
 
 
 def forward(call: AttentionCall) -> Forward:
@@ -49,16 +49,18 @@ def backward(
     out: Float[Tensor, "batch head query value"],
     lse: Float[Tensor, "batch head query"],
 ) -> dict[str, Tensor]:
-    """The gradients of q, k and v and of what else is learned, by name; d_lse is that of lse in units of log 2."""
+    """The gradients of q, k and v and of what else is learned, by name."""
     clean, taint = finite_inputs(call)
     if taint is not None:
         # The output holds NaN for rows that saw what is not finite; the gradient is that of the finite rest.
         out, lse = _forward(clean)
-    d_out, d_lse = at_least_float32(d_out), d_lse * LOG2E
+    d_out = at_least_float32(d_out)
     if call.rescore is not None:
         gradients = rescore.backward(clean, d_out, d_lse)
     else:
-        gradients = _backward(clean, d_out, d_lse - (d_out * out).sum(-1), lse)
+        # In units of log 2, and inf where a row has no weight to give: 2^-inf is 0.
+        in_log_2 = (lse * LOG2E).masked_fill_(lse == -math.inf, math.inf)
+        gradients = _backward(clean, d_out, d_lse.masked_fill(lse == -math.inf, 0) - (d_out * out).sum(-1), in_log_2)
     if taint is not None:
         for name, x in (("k", call.k), ("v", call.v)):
             gradients[name] = gradients[name].masked_fill(~x.isfinite(), 0)
@@ -78,21 +80,25 @@ def _forward(call: AttentionCall) -> Forward:
     term = make_term(call)
     tiles = Tiles(call, term, first_keys(call, term, tile_sizes(call, whole=term.whole)[0]))
     out = tiles.zeros(*call.q.shape[:3], call.v.shape[3])
-    lse = torch.full_like(out[..., 0], math.inf) if call.v.shape[3] else tiles.zeros(*call.q.shape[:3]) + math.inf
+    lse = tiles.zeros(*call.q.shape[:3])
     for parts in tiles.bundles():
-        own = [_own_scores(tiles, part) for part in parts]
+        on_itself = [_own_scores(tiles, part) for part in parts]
         for block in tiles.blocks():
             rows = block.rows
-            results = _block(tiles, parts, block, [shift[:, rows] for shift in own])
+            results = _block(tiles, parts, block, [shift[:, rows] for shift in on_itself])
             for part, (shift, sums, values) in zip(parts, results, strict=True):
-                good = (sums > SMALLEST_SUM) & (sums < math.inf) & values.isfinite().all(-1)
+                total = _with_sink(part, rows, shift, sums)
+                good = (total > SMALLEST_SUM) & (total < math.inf) & values.isfinite().all(-1)
                 if not good.all():
-                    again = _with_largest_score(tiles, part, block)
-                    shift, sums = torch.where(good, shift, again[0]), torch.where(good, sums, again[1])
-                    values = torch.where(good[..., None], values, again[2])
-                dead = sums == 0
-                lse[part.batch, part.heads, rows] = (shift + sums.log2()).masked_fill(dead, math.inf)
-                out[part.batch, part.heads, rows] = values / sums.masked_fill(dead, 1)[..., None]
+                    again, again_sums, again_values = _with_largest_score(tiles, part, block)
+                    shift, sums = torch.where(good, shift, again), torch.where(good, sums, again_sums)
+                    values = torch.where(good[..., None], values, again_values)
+                    total = _with_sink(part, rows, shift, sums)
+                own = (shift + total.log2()) / LOG2E
+                # Exactly the sink where no key adds to it.
+                own = own if part.sink is None else own.where(sums != 0, part.sink[:, rows])
+                lse[part.batch, part.heads, rows] = own
+                out[part.batch, part.heads, rows] = values / total.masked_fill(total == 0, 1)[..., None]
     return out, lse
 
 
@@ -106,11 +112,12 @@ def _block(tiles: Tiles, parts: list[Part], block: Block, shifts: list[Tensor]) 
         heads = where.run
         sums[i][heads] += weights.sum(-1)
         values[i][heads].baddbmm_(weights, parts[i].v[heads, where.columns, :-1])
-    sums = [tiles.turned(total) for total in sums]
-    for part, total, shift in zip(parts, sums, shifts, strict=True):
-        if part.sink is not None:
-            total += (part.sink[:, block.rows] - shift).exp2_()
-    return list(zip(shifts, sums, map(tiles.turned, values), strict=True))
+    return list(zip(shifts, map(tiles.turned, sums), map(tiles.turned, values), strict=True))
+
+
+def _with_sink(part: Part, rows: slice, shift: Tensor, sums: Tensor) -> Float[Tensor, "head row"]:
+    """The sum of all weights, the sink's included."""
+    return sums if part.sink is None else sums + (part.sink[:, rows] * LOG2E - shift).exp2_()
 
 
 def _with_largest_score(tiles: Tiles, part: Part, block: Block) -> Rows:
@@ -118,7 +125,7 @@ def _with_largest_score(tiles: Tiles, part: Part, block: Block) -> Rows:
     queries = tiles.queries(part, block.rows, part.q.new_zeros(()))
     peak = torch.full_like(queries[..., 0], -math.inf)
     if part.sink is not None:
-        peak = tiles.turned(part.sink[:, block.rows]).clone()
+        peak = tiles.turned(part.sink[:, block.rows] * LOG2E)
     for _, where in tiles.visits([part], block, [queries]):
         largest = tiles.scores(part, where, queries).amax(-1)
         peak[where.run] = torch.maximum(peak[where.run], largest)

@@ -109,7 +109,7 @@ class Tiles:
             None if x is None else at_least_float32(x).to(self.dtype).expand(whole)[batch, heads]
             for x in (call.sink, call.logit_scale)
         )
-        return Part(batch, heads, q, k, v, sink if sink is None else sink * LOG2E, factor)
+        return Part(batch, heads, q, k, v, sink, factor)
 
     def turned(self, x: Float[Tensor, "head row *rest"]) -> Float[Tensor, "head row *rest"]:
         """A block of rows from the order of the call into that of the tiles, or back."""
