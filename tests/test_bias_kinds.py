@@ -227,7 +227,7 @@ MALFORMED = {
     ),
     "levels without a batch": (lambda: lw.LevelBias(LEVEL[0], LEVEL, LEVEL), ValueError, "(7, 5)"),
     "levels of integers": (lambda: lw.LevelBias(LEVEL, LEVEL.long(), LEVEL), TypeError, "torch.int64"),
-    "levels of float32": (lambda: lw.LevelBias(LEVEL.float(), LEVEL, LEVEL), TypeError, "float64; got torch.float32"),
+    "levels of float32": (lambda: lw.LevelBias(LEVEL.float(), LEVEL, LEVEL), TypeError, "got torch.float32"),
     "key levels of half precision": (lambda: lw.LevelBias(LEVEL, LEVEL.half(), LEVEL), TypeError, "key_level must be"),
     "levels of seven heads and of three": (lambda: lw.LevelBias(LEVEL, LEVEL[:, :3], LEVEL), ValueError, "7 and 3"),
     "four slopes for five queries": (lambda: lw.LevelBias(LEVEL, LEVEL, LEVEL[..., :4]), ValueError, "got 4"),

@@ -16,10 +16,10 @@ from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
     ("changes", "error", "words"),
     [
         ({"n_head": 7}, ValueError, r"n_head=7 and n_embd=768"),
-        ({"encoding": "alibo"}, ValueError, "Did you mean 'alibi'"),
+        ({"encoding": "alibo"}, ValueError, "did you mean 'alibi'"),
         ({"encoding": "alibi", "encoding_options": {"base": 10.0}}, TypeError, r"unknown option 'base' for 'alibi'"),
         ({"encoding": "t5", "encoding_options": {"buckets": 1}}, ValueError, "even number of buckets"),
-        ({"encoding": "rope", "n_embd": 36}, ValueError, "head_dim is 3"),
+        ({"encoding": "rope", "n_embd": 36}, ValueError, "head_dim must be even, got 3"),
         ({"encoding": "alibi", "slopes": "interleaved"}, TypeError, "encoding_options"),
         ({"n_heads": 8}, TypeError, "Did you mean 'n_head'"),
         ({"n_layer": 0}, ValueError, "n_layer must be 1 or more"),
@@ -93,7 +93,7 @@ def test_a_config_file_cannot_choose_an_attention_kernel_from_the_net(tmp_path):
 
 def test_a_sequence_beyond_a_learned_table_names_the_limit_and_what_has_none():
     model = loud_model("learned")
-    with pytest.raises(lw.PositionError, match=r"end at 64; position 64.*alibi"):
+    with pytest.raises(lw.PositionError, match=r"end at 64, got position 64.*alibi"):
         model(tokens(1, 65))
 
 
@@ -115,7 +115,7 @@ def test_an_attention_mask_of_another_shape_is_named(shape):
     ],
 )
 def test_a_mask_of_four_axes_that_does_not_fit_is_named(shape, dtype):
-    with pytest.raises(ValueError, match=r"boolean or floating-point attention_mask \(2, 1 or 3, 29, 29\), got"):
+    with pytest.raises(ValueError, match=r"boolean or floating-point, \(2, 1 or 3, 29, 29\), got"):
         loud_model("kerple")(tokens(), attention_mask=torch.ones(shape, dtype=dtype))
 
 
@@ -153,7 +153,7 @@ def test_a_cache_of_another_kind_is_refused():
 
 def test_a_static_cache_that_is_too_short_is_named():
     model = loud_model("cable")
-    with pytest.raises(ValueError, match="holds 20 tokens; 0 are in it and 29 came"):
+    with pytest.raises(ValueError, match="static cache of 20 tokens has 0 in it and no room for 29"):
         model(tokens(), past_key_values=make_cache("static", model, 20))
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import lengthwise as lw
+from lengthwise.errors import OptionError
 
 HEADS, WIDTH, BATCH = 7, 21, 3
 
@@ -124,7 +125,7 @@ def assert_refuses(call: Callable[[], object], error: type | tuple[type, ...], *
     with pytest.raises(error) as raised:
         call()
     message = str(raised.value)
-    assert type(raised.value) in (ValueError, TypeError, NotImplementedError, lw.PositionError)
+    assert type(raised.value) in (ValueError, TypeError, NotImplementedError, lw.PositionError, OptionError)
     assert "lengthwise" in str(raised.traceback[-1].path), f"not our own words: {message}"
     assert re.search(r"\bgot\b|unknown|known:|cannot take", message), f"it does not say what it got: {message}"
     assert not re.search(r"\bcame\b", message), f"not in plain words: {message}"

@@ -1,10 +1,10 @@
 """Checks at the public doors. An error says what was expected, what was got and, where it helps, what to do."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Kind = Literal["floating-point", "integer", "bool"]
 
@@ -19,6 +19,8 @@ class OptionError(UserError, TypeError, ValueError):
 
 def describe(value: object) -> str:
     """A value in as few words as tell it apart."""
+    from torch import Tensor  # late, here and below: a command that shows its help need not wait for torch
+
     if isinstance(value, Tensor):
         return f"{value.dtype} {tuple(value.shape)}"
     if value is None or isinstance(value, bool | int | float | complex | str):
@@ -28,6 +30,8 @@ def describe(value: object) -> str:
 
 def check_int(name: str, value: object, advice: str = "", least: int = 1) -> None:
     """An int, `least` or more."""
+    import torch
+
     # In an exported graph an int may be a symbol.
     if not isinstance(value, int | torch.SymInt) or isinstance(value, bool) or value < least:
         kind = "a positive int" if least == 1 else f"an int, {least} or more"
@@ -57,6 +61,8 @@ def check_tensor(
     name: str, value: object, axes: Sequence[str | int], kind: Kind, advice: str = "", *, more_axes: bool = False
 ) -> None:
     """A tensor of one kind whose axes are these: a number is that size, a name any."""
+    from torch import Tensor
+
     if not isinstance(value, Tensor) or kind_of(value) != kind:
         got = value.dtype if isinstance(value, Tensor) else describe(value)
         raise TypeError(_message(f"{name} must be {'an' if kind[0] == 'i' else 'a'} {kind} tensor, got {got}", advice))
@@ -76,14 +82,14 @@ def check_broadcast(names: str, sizes: Sequence[int], what: str, advice: str = "
         raise ValueError(_message(f"{names} must agree in {what}, or have 1, got {got}", advice))
 
 
-def kind_of(tensor: Tensor) -> str:
+def kind_of(tensor: "Tensor") -> str:
     """Whether it holds floating-point numbers, integers, booleans or complex numbers."""
     dtype = tensor.dtype
     if dtype.is_floating_point:
         return "floating-point"
     if dtype.is_complex:
         return "complex"
-    return "bool" if dtype == torch.bool else "integer"
+    return "bool" if str(dtype) == "torch.bool" else "integer"
 
 
 def _message(fact: str, advice: str) -> str:
