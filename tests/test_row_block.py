@@ -26,7 +26,8 @@ from lengthwise.attention import row_block, skipping
 from lengthwise.attention.call import AttentionCall
 from lengthwise.attention.plan import Refusal
 from lengthwise.attention.row_block import custom_op
-from lengthwise.bias import FunctionBias, LevelBias
+from lengthwise.bias import DistanceBias, FunctionBias, LevelBias
+from lengthwise.token_layout import TokenLayout
 
 HALF = [torch.bfloat16, torch.float16]
 UNNAMED = "function without a name"
@@ -238,6 +239,30 @@ def test_what_is_not_finite_stays_in_the_rows_that_see_it_with_gradients_of_the_
     ours, theirs = (results(attend, *case.call(torch.float64), *above) for attend in (by_row_block, by_reference))
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, equal_nan=True)
+
+
+def test_under_a_mask_by_head_what_is_not_finite_stays_in_the_rows_that_see_it_where_heads_share_keys():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 41, 7), torch.randn(2, 2, 41, 7), torch.randn(2, 2, 41, 5)
+    k[0, 1, 20] = torch.nan
+    layout = TokenLayout.of(torch.arange(41), mask=torch.rand(2, 4, 41, 41) < 0.5)
+    call = calls.checked_call(q, k, v, layout=layout)
+    for one, other in zip(by_row_block(call), by_reference(call), strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(0, 0), (0, 9), (9, 0)])
+@pytest.mark.parametrize("sink", [False, True])
+def test_calls_without_queries_or_keys_are_empty_or_0(queries, keys, sink):
+    q, k, v = (torch.randn(2, HEADS, n, 7, requires_grad=True) for n in (queries, keys, keys))
+    query, key = torch.arange(queries)[None], torch.arange(keys)[None]
+    table = torch.randn(HEADS, 5, requires_grad=True)
+    layout = TokenLayout.of(query, key, causal=False)
+    extras = {"sink": torch.randn(HEADS)} if sink else {}
+    call = calls.checked_call(q, k, v, layout=layout, bias=DistanceBias(table, query, key), **extras)
+    above = torch.randn(2, HEADS, queries, 7), torch.randn(2, HEADS, queries)
+    ours, theirs = (results(attend, call, [q, k, v], *above) for attend in (by_row_block, by_reference))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)

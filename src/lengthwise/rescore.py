@@ -80,7 +80,11 @@ class HeadNetwork(Rescore):
 def _along_heads(
     weight: Float[Tensor, "out inner kernel"], bias: Float[Tensor, " out"], x: Float[Tensor, "batch inner row key"]
 ) -> Float[Tensor, "batch out row key"]:
-    """One layer: a product along the second axis, summed over the keys that the kernel sees."""
+    """One layer: a product along the second axis, summed over the keys that the kernel sees.
+
+    Not a convolution: inductor keeps the heads of one last in memory, and then writes past the end of a reduction over
+    the keys of fewer heads than a vector is wide.
+    """
     reach = weight.shape[2] // 2
     padded = F.pad(x, (reach, reach)) if reach else x
     keys = x.shape[3]

@@ -47,6 +47,8 @@ def tainted_keys(call: AttentionCall) -> Bool[Tensor, "batch kv_head key"]:
 
 def taint(call: AttentionCall, not_finite: Bool[Tensor, "batch kv_head key"]) -> Float[Tensor, "batch head query"]:
     """NaN for rows that see one of these keys, 0 for all others."""
+    if call.layout.mask is not None:  # which may be another for every head
+        not_finite = not_finite.repeat_interleave(call.group, 1)
     seen = (call.visibility.seen(not_finite) > 0).expand(call.batch, -1, -1)
     nans = torch.zeros_like(seen, dtype=at_least_float32(call.q[:0]).dtype).masked_fill(seen, torch.nan)
     return nans.repeat_interleave(call.heads // nans.shape[1], 1)

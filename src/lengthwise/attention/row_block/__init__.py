@@ -5,7 +5,7 @@ where the caller leaves them open. It is the backend of compiled graphs, of floa
 machines without a compiler. Read in this order:
 
 custom_op   the operators: a call as tensors and plain values, and back
-run         forward and backward over the tiles of a call
+passes      forward and backward over the tiles of a call
 tiles       a call cut in tiles
 terms       how each kind of bias enters a tile, and how its gradient returns
 bounds      the keys that provably cannot matter
@@ -22,7 +22,7 @@ from lengthwise.attention import decode
 from lengthwise.attention.call import AttentionCall
 from lengthwise.attention.plan import Output, Plan, Refusal
 from lengthwise.attention.row_block import custom_op
-from lengthwise.attention.row_block.run import skipped_share
+from lengthwise.attention.row_block.passes import skipped_share
 
 __all__ = ["plan", "run", "skipped_share"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lengthwise.attention.call import AttentionCall
 from lengthwise.attention.plan import Output
-from lengthwise.attention.row_block import run
+from lengthwise.attention.row_block import passes
 from lengthwise.attention.skipping import is_skipping
 from lengthwise.attention.visibility import Visibility
 from lengthwise.bias import at_least_float32, rebuild, registered_name
@@ -147,7 +147,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """The output in float32 or better, and the log-sum-exp of every row."""
     parts = _from_text(text, [x.detach() for x in tensors], numbers)
-    return run.forward(_put_together(q, k, v, parts, scale, softcap))
+    return passes.forward(_put_together(q, k, v, parts, scale, softcap))
 
 
 @_forward.register_fake
@@ -176,7 +176,7 @@ def _backward(
     own = [x.detach().requires_grad_(needed) for x, needed in zip(tensors, learned, strict=True)]
     parts = _from_text(text, own, numbers)
     return _gradients_in_order(
-        parts, run.backward(_put_together(q, k, v, parts, scale, softcap), d_out, d_lse, out, lse)
+        parts, passes.backward(_put_together(q, k, v, parts, scale, softcap), d_out, d_lse, out, lse)
     )
 
 
@@ -248,7 +248,7 @@ class _Eager(torch.autograd.Function):
     def forward(ctx: Any, given: _Given, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         ctx.given, ctx.learned = given, [x.requires_grad for x in tensors]
         parts = given.parts(tuple(x.detach() for x in tensors))
-        out, lse = run.forward(_put_together(q, k, v, parts, given.scale, given.softcap))
+        out, lse = passes.forward(_put_together(q, k, v, parts, given.scale, given.softcap))
         ctx.save_for_backward(out, lse, q, k, v, *tensors)
         return out, lse
 
@@ -279,6 +279,6 @@ class _EagerBackward(torch.autograd.Function):
         own = tuple(x.detach().requires_grad_(needed) for x, needed in zip(tensors, learned, strict=True))
         parts = given.parts(own)
         call = _put_together(q.detach(), k.detach(), v.detach(), parts, given.scale, given.softcap)
-        return tuple(_gradients_in_order(parts, run.backward(call, d_out, d_lse, out, lse)))
+        return tuple(_gradients_in_order(parts, passes.backward(call, d_out, d_lse, out, lse)))
 
     backward = staticmethod(_refuse)

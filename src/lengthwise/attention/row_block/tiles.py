@@ -212,15 +212,12 @@ class _Spans:
         if visibility.bands:
             query_index, key_index = layout.indices()
             visibility = replace(visibility, layout=replace(layout, query_index=query_index, key_index=key_index))
-        batch = visibility.layout.batch
-        self.rows, self.heads = rows, 1 if layout.mask is None else layout.mask.shape[1]
-        self.sequences = [visibility.sequence(number) for number in range(batch)]
-        begin, end, unbroken = (_chunks(x, rows) for x in visibility.spans())
+        self.rows = rows
+        self.sequences = [visibility.sequence(number) for number in range(layout.batch)]
+        begin, end, unbroken = (_split(x, rows) for x in visibility.spans())
         # A row that sees nothing has an empty span behind all keys.
-        self.low, self.high = (
-            _columns_of([x.amin(1) for x in begin]),
-            _columns_of([_last(*x) for x in zip(begin, end, strict=True)]),
-        )
+        self.low = _columns_of([x.amin(1) for x in begin])
+        self.high = _columns_of([_last(*x) for x in zip(begin, end, strict=True)])
         self.inner_low = _columns_of([x.amax(1) for x in begin])
         self.inner_high = _columns_of([x.amin(1) for x in end])
         self.unbroken = _columns_of([x.all(1) for x in unbroken])
@@ -248,13 +245,12 @@ class _Spans:
         return mask[where.absolute] if mask.shape[0] > 1 else mask
 
 
+def _split(x: Tensor, rows: int) -> tuple[Tensor, ...]:
+    return x.split(rows, 1) if x.shape[1] else ()
+
+
 def _last(begin: Tensor, end: Tensor) -> Tensor:
     return end.where(end > begin, 0).amax(1)
-
-
-def _chunks(x: Tensor, rows: int) -> list[Tensor]:
-    """By blocks of rows; none where there are no rows, of which torch would make one that is empty."""
-    return list(x.split(rows, 1)) if x.shape[1] else []
 
 
 def _columns_of(blocks: list[Tensor]) -> list[list[int]]:
