@@ -92,7 +92,7 @@ print(build.fault(), build.fault())
 """The kernel without the rest of Lengthwise, so that processes reach it together."""
 ATTEND = """
 import torch, lengthwise as lw
-from lengthwise.attention.survey import report
+from lengthwise.attention.info import report
 q = torch.randn(1, 2, 9, 8)
 for _ in range(2):
     lw.attend(q, q, q)

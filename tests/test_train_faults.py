@@ -196,7 +196,7 @@ def test_a_config_cannot_bring_objects(tmp_path, capsys):
     [
         ({"out": ""}, "--out is empty"),
         ({"preset": "huge"}, "unknown preset 'huge'; there are 'nano', 'tiny'"),
-        ({"encoding": "cabel"}, "Did you mean 'cable'"),
+        ({"encoding": "cabel"}, "did you mean 'cable'"),
         ({"length": 1}, "a length must be an int, 2 or more, got 1"),
         ({"batch_tokens": 100}, "whole sequences of 33; 100 came. Use 99."),
         ({"steps": 0}, "steps must be a positive int, got 0"),

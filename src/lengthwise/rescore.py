@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lengthwise.bias import Description, described
+from lengthwise.bias import Description, described, has_float64
 from lengthwise.errors import check_tensor, describe
 
 LEAK = 0.01
@@ -82,16 +82,17 @@ def _along_heads(
 ) -> Float[Tensor, "batch out row key"]:
     """One layer: a product along the second axis, summed over the keys that the kernel sees.
 
-    Not a convolution: inductor keeps the heads of one last in memory, and then writes past the end of a reduction over
+    Summed in float64: large scores would lose in float32 what a softmax shows, and how much depends on how many rows are
+    summed at once. Not a convolution: inductor keeps the heads of one last in memory, and then writes past the end of a reduction over
     the keys of fewer heads than a vector is wide.
     """
-    reach = weight.shape[2] // 2
-    padded = F.pad(x, (reach, reach)) if reach else x
-    keys = x.shape[3]
-    total = bias.to(x.dtype)[:, None, None].expand(x.shape[0], -1, *x.shape[2:])
+    wide = torch.float64 if has_float64(x.device) else x.dtype
+    reach, keys = weight.shape[2] // 2, x.shape[3]
+    padded = F.pad(x, (reach, reach)).to(wide)
+    total = bias.to(wide)[:, None, None].expand(x.shape[0], -1, *x.shape[2:])
     for tap in range(weight.shape[2]):
-        total = total + torch.einsum("oi,birk->bork", weight[:, :, tap].to(x.dtype), padded[..., tap : tap + keys])
-    return total
+        total = total + torch.einsum("oi,birk->bork", weight[:, :, tap].to(wide), padded[..., tap : tap + keys])
+    return total.to(x.dtype)
 
 
 @described

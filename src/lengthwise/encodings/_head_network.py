@@ -11,7 +11,7 @@ from typing import ClassVar
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from lengthwise.bias import Bias, at_least_float32, has_float64
+from lengthwise.bias import Bias, LevelBias, at_least_float32, has_float64
 from lengthwise.encodings.base import Encoding, Geometry, State, Tokens, reset_linear
 from lengthwise.encodings.registry import build
 from lengthwise.errors import check_int
@@ -64,7 +64,10 @@ class ScoreNetwork(Encoding):
 
     def bias(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> Bias | None:
         """The bias of what it corrects, from tokens in float64 as its state is."""
-        return self.over.bias(_in_float64(x), layout, state)
+        bias = self.over.bias(_in_float64(x), layout, state)
+        if not isinstance(bias, LevelBias):
+            return bias
+        return bias.rebuilt({"slope": bias.slope.to(at_least_float32(x[:0]).dtype)})
 
     def rescore(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> HeadNetwork:
         """A + B + f([A; B])."""

@@ -90,7 +90,7 @@ const KINDS = {
 
   async LevelBias({ tensors, static: plain }) {
     const { query_level: query, key_level: key, slope } = await levels(tensors);
-    const curve = CURVES[plain.curve];
+    const curve = LEVEL_CURVES[plain.curve];
     return { at: (head, i, j) => round(-slope(head, i) * curve(round(query(head, i) - key(head, j)))) };
   },
 
@@ -134,7 +134,7 @@ function nested(said, name) {
 }
 
 /** What becomes of a difference of levels. */
-const CURVES = {
+const LEVEL_CURVES = {
   linear: Math.abs,
   log1p_square: (difference) => Math.log1p(difference * difference),
 };
