@@ -82,11 +82,12 @@ def _along_heads(
 ) -> Float[Tensor, "batch out row key"]:
     """One layer: a product along the second axis, summed over the keys that the kernel sees.
 
-    Summed in float64: large scores would lose in float32 what a softmax shows, and how much depends on how many rows are
-    summed at once. Not a convolution: inductor keeps the heads of one last in memory, and then writes past the end of a reduction over
-    the keys of fewer heads than a vector is wide.
+    Without gradients it is summed in float64: in decoding large scores would lose in float32 what a softmax shows, and
+    how much depends on how many rows are summed at once. Not a convolution: inductor keeps the heads of one last in
+    memory, and then writes past the end of a reduction over the keys of fewer heads than a vector is wide.
     """
-    wide = torch.float64 if has_float64(x.device) else x.dtype
+    exact = has_float64(x.device) and not torch.is_grad_enabled()
+    wide = torch.float64 if exact else x.dtype
     reach, keys = weight.shape[2] // 2, x.shape[3]
     padded = F.pad(x, (reach, reach)).to(wide)
     total = bias.to(wide)[:, None, None].expand(x.shape[0], -1, *x.shape[2:])
