@@ -10,6 +10,7 @@ graphs see one node.
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,9 @@ LEAK = 0.01
 
 class Rescore(Description, ABC):
     """The scores of one call of attention, from its content and its bias."""
+
+    in_float64: ClassVar[bool] = False
+    """Whether a float32 call is best rescored in float64: a network of large scores loses what a softmax shows."""
 
     @abstractmethod
     def scores(
@@ -50,6 +54,8 @@ class HeadNetwork(Rescore):
     f is Linear(2 heads, hidden) - LeakyReLU - Linear(hidden, heads) at each query and key; with a kernel of 3 both
     layers also see the key's two neighbours in its row. What the mask hides is 0 before either layer.
     """
+
+    in_float64 = True
 
     weight_in: Float[Tensor, "hidden two_heads kernel"]
     bias_in: Float[Tensor, " hidden"]

@@ -11,7 +11,7 @@ from typing import ClassVar
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from lengthwise.bias import Bias, LevelBias, at_least_float32, has_float64
+from lengthwise.bias import Bias
 from lengthwise.encodings.base import Encoding, Geometry, State, Tokens, reset_linear
 from lengthwise.encodings.registry import build
 from lengthwise.errors import check_int
@@ -54,27 +54,15 @@ class ScoreNetwork(Encoding):
         reset_linear(self.out)
 
     def state(self, x: Tokens, key_mask: Bool[Tensor, "#batch position"] | None = None) -> State | None:
-        """The state of what it corrects, from tokens in float64.
-
-        A product of one row of float32 is rounded otherwise than that of many, and the network would make more of the
-        difference: a decoder would not give what one pass gives.
-        """
-        state = self.over.state(_in_float64(x), key_mask)
-        return state and {name: numbers.to(at_least_float32(x[:0]).dtype) for name, numbers in state.items()}
+        """The state of what it corrects."""
+        return self.over.state(x, key_mask)
 
     def bias(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> Bias | None:
-        """The bias of what it corrects, from tokens in float64 as its state is."""
-        bias = self.over.bias(_in_float64(x), layout, state)
-        if not isinstance(bias, LevelBias):
-            return bias
-        return bias.rebuilt({"slope": bias.slope.to(at_least_float32(x[:0]).dtype)})
+        """The bias of what it corrects."""
+        return self.over.bias(x, layout, state)
 
     def rescore(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> HeadNetwork:
         """A + B + f([A; B])."""
         assert self.into.bias is not None
         assert self.out.bias is not None
         return HeadNetwork(self.into.weight.squeeze(2), self.into.bias, self.out.weight.squeeze(2), self.out.bias)
-
-
-def _in_float64(x: Tokens) -> Tokens:
-    return x.double() if has_float64(x.device) else x
