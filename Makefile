@@ -2,8 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# The revision that `make bench-base` compares the working tree with.
+BASE ?= 9fcc0ca
 
-.PHONY: study test check prove bench bench-full bench-model table screenshots clean
+.PHONY: study test check prove bench bench-full bench-base bench-model table screenshots clean
 
 study: $(VENV)/ready
 	$(BIN)/lengthwise study
@@ -26,6 +28,9 @@ bench-full: $(VENV)/ready
 	$(BIN)/python benchmarks/attention.py --form full
 	$(BIN)/python benchmarks/figure.py
 	$(BIN)/python docs/tables.py
+
+bench-base: $(VENV)/ready
+	$(BIN)/python benchmarks/attention.py --base $(BASE) --out benchmarks/results/attention-base.jsonl
 
 bench-model: $(VENV)/ready
 	for what in train decode memory loss; do $(BIN)/python benchmarks/model.py $$what || exit 1; done

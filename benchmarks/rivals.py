@@ -12,9 +12,10 @@ from x_transformers.attend import Attend
 from x_transformers.x_transformers import AlibiPositionalBias, RelativePositionBias
 
 import lengthwise as lw
-from lengthwise.attention import Call, checked_call
-from lengthwise.attention.flex import attend as flex_attend
-from lengthwise.attention.flex import objections as flex_objections
+from lengthwise.attention import AttentionCall, checked_call
+from lengthwise.attention.flex import plan as flex_plan
+from lengthwise.attention.flex import run as flex_run
+from lengthwise.attention.plan import Refusal
 from lengthwise.encodings.alibi import Alibi
 from lengthwise.encodings.kerple import KerpleLog
 from lengthwise.encodings.t5 import T5
@@ -45,42 +46,43 @@ class Setup:
         self.encoding.requires_grad_(self.learning)
 
     @property
-    def rescore(self) -> Callable[..., Tensor] | None:
-        return self.encoding.rescore if self.encoding.overrides("rescore") else None
+    def rescore(self) -> lw.Rescore | None:
+        return self.encoding.rescore(self.x, self.layout, self.cached)
 
     def bias(self, rows: int | None = None) -> lw.Bias | None:
         """Built anew, as a model does in every forward pass."""
-        x, query, key = self.new_tokens if rows is None else self.last(rows)
-        return self.encoding.bias(self.x if self.cached is None else x, query, key, self.cached)
+        layout = self.layout if rows is None else self.last(rows)
+        return self.encoding.bias(
+            self.x if self.cached is None else self.x[:, -layout.query_count :], layout, self.cached
+        )
 
-    def last(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Some last tokens, their positions and those of all keys."""
-        key = torch.arange(self.k.shape[2])
-        return self.x[:, -rows:], key[-rows:], key
+    def last(self, rows: int) -> lw.TokenLayout:
+        """Some last tokens as queries."""
+        return lw.layout(rows, past=self.k.shape[2] - rows)
 
     @cached_property
-    def new_tokens(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The queries' tokens, their positions and those of all keys; a model has them once for all layers."""
+    def layout(self) -> lw.TokenLayout:
+        """Where the tokens stand; a model has it once for all layers."""
         return self.last(self.q.shape[2])
 
     def turned(self) -> tuple[Tensor, Tensor]:
         """Queries and keys as they meet."""
         if not self.encoding.overrides("rotate"):
             return self.q, self.k
-        _, query, key = self.new_tokens
         if self.keys_turned:
-            return self.encoding.rotate(self.q, self.k[:, :, -1:], query, query)[0], self.k
-        return self.encoding.rotate(self.q, self.k, query, key)
+            return self.encoding.rotate(self.q, self.k[:, :, -1:], self.layout.new_tokens())[0], self.k
+        return self.encoding.rotate(self.q, self.k, self.layout)
 
-    def call(self, bias: lw.Bias | None = None) -> Call:
+    def call(self, bias: lw.Bias | None = None) -> AttentionCall:
         """The job as our own, with the bias built anew if none is ready."""
-        return checked_call(*self.turned(), self.v, bias=bias or self.bias(), rescore=self.rescore)
+        return checked_call(*self.turned(), self.v, layout=self.layout, bias=bias or self.bias(), rescore=self.rescore)
 
-    def late(self, rows: int) -> Call:
-        """The last rows in float64, to check against."""
+    def late(self, rows: int) -> Tensor:
+        """The last rows by the reference in float64, to check against."""
         q, k = self.turned()
         q, k, v = (tensor.detach().double() for tensor in (q[:, :, -rows:], k, self.v))
-        return checked_call(q, k, v, bias=self.bias(rows), rescore=self.rescore)
+        bias = self.bias(rows)
+        return lw.attend(q, k, v, layout=self.last(rows), bias=bias, rescore=self.rescore, backend="reference")
 
     def learned(self, biased: bool) -> list[Tensor]:
         """What gradients are asked for."""
@@ -109,7 +111,7 @@ def no_bias(setup: Setup) -> Tensor:
 
 def lengthwise(setup: Setup) -> Tensor:
     q, k = setup.turned()
-    return lw.attend(q, k, setup.v, bias=setup.bias(), rescore=setup.rescore)
+    return lw.attend(q, k, setup.v, layout=setup.layout, bias=setup.bias(), rescore=setup.rescore)
 
 
 def bias_ready(setup: Setup) -> Callable[[Setup], Tensor]:
@@ -118,15 +120,15 @@ def bias_ready(setup: Setup) -> Callable[[Setup], Tensor]:
 
     def run(setup: Setup) -> Tensor:
         q, k = setup.turned()
-        return lw.attend(q, k, setup.v, bias=bias, rescore=setup.rescore)
+        return lw.attend(q, k, setup.v, layout=setup.layout, bias=bias, rescore=setup.rescore)
 
     return run
 
 
 def _filled(setup: Setup) -> Tensor:
     rows, keys = setup.q.shape[2], setup.k.shape[2]
-    may = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
-    return setup.bias().dense().masked_fill(~may, -torch.inf)
+    visible = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
+    return setup.bias().dense().masked_fill(~visible, -torch.inf)
 
 
 def dense_sdpa(setup: Setup) -> Tensor:
@@ -159,7 +161,8 @@ def of_x_transformers(setup: Setup) -> Tensor:
 
 
 def flex(setup: Setup) -> Tensor:
-    return flex_attend(setup.call())
+    call = setup.call()
+    return flex_run(call, flex_plan(call))[0]
 
 
 def _dense_fits(setup: Setup, length: int, mode: str) -> bool:
@@ -169,7 +172,7 @@ def _dense_fits(setup: Setup, length: int, mode: str) -> bool:
 
 def _flex_fits(setup: Setup, length: int, mode: str) -> bool:
     one_of_many = length == DENSE_UP_TO and isinstance(setup.encoding, AT_FULL_LENGTH)
-    return mode == "forward" and one_of_many and not flex_objections(setup.call())
+    return mode == "forward" and one_of_many and not isinstance(flex_plan(setup.call()), Refusal)
 
 
 RIVALS: dict[str, Rival] = {

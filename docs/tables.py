@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from lengthwise.encodings.catalogue import table
+from lengthwise.encodings.table import table
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

@@ -60,8 +60,7 @@ def make_cache(kind: str, model: LengthwiseForCausalLM, length: int = LENGTH + 8
         return DynamicCache(config=model.config)
     cache = StaticCache(config=model.config, max_cache_len=length)
     if kind == "early":
-        heads, dim = model._get_static_cache_init_shape()
-        cache.early_initialization(2, heads, dim, model.dtype, model.device)
+        cache.early_initialization(2, model.config.n_head, model.config.head_dim, model.dtype, model.device)
     return cache
 
 

@@ -1,4 +1,4 @@
-"""The reference against loops, and every backend against the reference, for every way of forbidding."""
+"""The reference against loops, and every backend against the reference, for every kind of mask."""
 
 import math
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import lengthwise as lw
-from lengthwise.attention import choose, memory, sdpa
+from lengthwise.attention import checked_call, choose, memory, sdpa
+from lengthwise.attention.plan import Refusal
 from lengthwise.testing import TRIED
 
 BATCH, HEADS, KV_HEADS, KEYS, DIM, VALUE = 2, 6, 2, 13, 5, 7
@@ -45,6 +46,14 @@ def may_meet(b: int, i: int, j: int, limits: dict) -> bool:
     )
 
 
+def masked(limits: dict, queries: int = KEYS, start: int | torch.Tensor | None = None) -> dict:
+    """The limits as `attend` takes them: a layout, and the window beside it."""
+    places = {name: value for name, value in limits.items() if name != "window"}
+    first = KEYS - queries if start is None else int(start)
+    layout = lw.TokenLayout.of(POSITIONS[first : first + queries], POSITIONS, start=start, **places)
+    return {"layout": layout, "window": limits.get("window")}
+
+
 def attend_in_loops(q, k, v, bias, limits, start):
     dense = bias.dense().double()
     out = torch.zeros(BATCH, HEADS, q.shape[2], VALUE, dtype=torch.float64)
@@ -66,7 +75,7 @@ def attend_in_loops(q, k, v, bias, limits, start):
 def test_attention_is_what_plain_loops_give(limits, queries, backend):
     q, k, v, bias = inputs(queries)
     expected = attend_in_loops(q, k, v, bias, limits, KEYS - queries)
-    out = lw.attend(q, k, v, bias=bias, backend=backend, **limits)
+    out = lw.attend(q, k, v, bias=bias, backend=backend, **masked(limits, queries))
     # 13 terms of size 1, each with a few roundings of 2 ** -24.
     assert torch.allclose(out.double(), expected, atol=KEYS * 4 * 2**-24, rtol=0)
 
@@ -78,7 +87,7 @@ def test_queries_may_stand_before_the_last_slots(limits, start, backend):
     q, k, v, _ = inputs(5)
     bias = lw.DistanceBias(torch.linspace(0, -1, HEADS * KEYS).view(HEADS, KEYS), POSITIONS[4:9], POSITIONS)
     expected = attend_in_loops(q, k, v, bias, limits, 4)
-    out = lw.attend(q, k, v, bias=bias, start=start, backend=backend, **limits)
+    out = lw.attend(q, k, v, bias=bias, backend=backend, **masked(limits, 5, start))
     assert torch.allclose(out.double(), expected, atol=KEYS * 4 * 2**-24, rtol=0)
 
 
@@ -95,7 +104,7 @@ def test_a_row_that_may_see_nothing_gives_zeros_and_no_gradient(with_bias, backe
 
 
 @pytest.mark.parametrize("backend", TRIED)
-def test_minus_infinity_in_a_bias_forbids_like_a_mask(backend):
+def test_minus_infinity_in_a_bias_hides_like_a_mask(backend):
     q, k, v, _ = inputs()
     value = torch.zeros(1, 1, KEYS, KEYS)
     value[..., 3] = -torch.inf
@@ -118,7 +127,7 @@ def test_what_is_not_finite_stays_in_the_rows_that_may_see_it(limits, backend, b
         k[:, :, place] += poison
         v[:, :, place] += poison
         q.requires_grad_()
-        out = lw.attend(q, k, v, bias=bias, backend=backend, **limits)
+        out = lw.attend(q, k, v, bias=bias, backend=backend, **masked(limits))
         sees = torch.tensor([[may_meet(b, i, place, limits) for i in range(KEYS)] for b in range(BATCH)])
         out.masked_fill(sees[:, None, :, None], 0).sum().backward()
         outs.append(out)
@@ -139,7 +148,7 @@ def test_autocast_does_not_round_what_attention_computes(backend):
 
 def test_the_explanation_adds_up():
     q, k, v, bias = inputs()
-    whole = lw.explain(lw.checked_call(q, k, v, bias=bias))
+    whole = lw.explain(q, k, v, bias=bias)
     seen = torch.ones(KEYS, KEYS, dtype=torch.bool).tril()
     assert torch.equal(whole.scores[:, :, seen], (whole.content + whole.bias)[:, :, seen])
     assert torch.equal(whole.scores[:, :, ~seen], torch.full_like(whole.scores[:, :, ~seen], -torch.inf))
@@ -147,25 +156,84 @@ def test_the_explanation_adds_up():
     assert torch.equal(whole.out, lw.attend(q, k, v, bias=bias, backend="reference"))
 
 
+def content_alone(content, bias, q, k, mask, rows):
+    return content
+
+
 def test_an_explicit_backend_is_used_or_says_why_not():
     q, k, v, bias = inputs()
-    rescored = lw.checked_call(q, k, v, rescore=lambda content, bias, q, mask: content)
-    assert choose(lw.checked_call(q, k, v, bias=bias), "reference") == "reference"
+    rescored = checked_call(q, k, v, rescore=lw.ScoreFunction(content_alone))
+    assert choose(checked_call(q, k, v, bias=bias), "reference")[0] == "reference"
     with pytest.raises(NotImplementedError) as error:
         choose(rescored, "sdpa")
     shape = "float32 cpu  batch=2 head=6 query=13 dim=5"
     for part in ("backend 'sdpa' cannot take this call", shape, "sdpa: rescore", "reference"):
         assert part in str(error.value)
-    assert choose(rescored) != "sdpa"
+    assert choose(rescored)[0] != "sdpa"
 
 
 def test_a_length_that_cannot_fit_names_the_bytes_and_the_way_out(monkeypatch):
     q, k, v, bias = inputs()
-    call = lw.checked_call(q, k, v, bias=bias)
+    call = checked_call(q, k, v, bias=bias)
     monkeypatch.setattr(memory, "total_bytes", lambda: 4 * BATCH * HEADS * KEYS * KEYS * 4 - 1)
     with pytest.raises(NotImplementedError, match=r"13 x 13 scores of 12 heads take 0.0 GB .* row_block never"):
         choose(call, "reference")
-    assert choose(call, "sdpa") == "sdpa", "it needs one matrix less"
+    assert choose(call, "sdpa")[0] == "sdpa", "it needs one matrix less"
     monkeypatch.setattr(memory, "total_bytes", lambda: 0)
-    assert sdpa.objections(call)
-    assert not sdpa.objections(lw.checked_call(q, k, v)), "without a bias nothing is filled in"
+    assert isinstance(sdpa.plan(call), Refusal)
+    assert not isinstance(sdpa.plan(checked_call(q, k, v)), Refusal), "without a bias nothing is filled in"
+
+
+@pytest.mark.parametrize("backend", TRIED)
+def test_softcap_logit_scale_and_sink_mean_what_the_definition_says(backend):
+    q, k, v, bias = inputs()
+    factor, sink = torch.linspace(0.5, 2, KEYS).view(1, 1, -1), torch.linspace(-1, 1, HEADS)
+    options = {"softcap": 1.5, "logit_scale": factor, "sink": sink}
+    if backend == "sdpa":
+        with pytest.raises(NotImplementedError, match="log-sum-exp"):
+            lw.attend(q, k, v, bias=bias, backend=backend, **options)
+        pytest.skip("torch's function has no sink and no softcap")
+    out, lse = lw.attend(q, k, v, bias=bias, return_lse=True, backend=backend, **options)
+    keys, values = (x.double().repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
+    content = 1.5 * torch.tanh(q.double() @ keys.transpose(-1, -2) / math.sqrt(DIM) / 1.5)
+    hidden = torch.ones(KEYS, KEYS, dtype=torch.bool).triu(1)
+    scores = (factor.double()[..., None] * (content + bias.dense().double())).masked_fill(hidden, -torch.inf)
+    denominator = scores.exp().sum(-1) + sink.double()[:, None].exp()
+    assert torch.allclose(lse.double(), denominator.log(), atol=KEYS * 4 * 2**-24, rtol=0)
+    assert torch.allclose(out.double(), scores.exp() @ values / denominator[..., None], atol=KEYS * 4 * 2**-24, rtol=0)
+
+
+def test_rows_are_explained_without_matrices_too():
+    q, k, v, bias = inputs()
+    options = {"bias": bias, "sink": torch.linspace(-1, 1, HEADS), "window": 5}
+    whole, rows = lw.explain(q, k, v, **options), lw.explain(q, k, v, matrices=False, **options)
+    assert rows.weights is None
+    for name in ("out", "lse", "entropy", "largest", "sink_weight"):
+        assert torch.allclose(getattr(rows, name), getattr(whole, name)), name
+    assert torch.allclose(whole.weights.sum(-1) + whole.sink_weight, torch.ones(BATCH, HEADS, KEYS))
+    assert torch.equal(whole.largest, whole.scores.amax(-1))
+
+
+def test_parts_merge_to_the_whole_and_empty_ones_to_nothing():
+    q, k, v, bias = inputs()
+    empty = (torch.zeros(BATCH, HEADS, KEYS, VALUE), torch.full((BATCH, HEADS, KEYS), -torch.inf))
+    out, lse = lw.merge(empty, empty)
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+    bands = (lw.Band(0, 3), lw.Band(3, 7), lw.Band(7))
+    q.requires_grad_()
+    parts = [lw.attend(q, k, v, bias=bias, window=band, return_lse=True, backend="reference") for band in bands]
+    whole = lw.attend(q, k, v, bias=bias, return_lse=True, backend="reference")
+    joined = lw.merge(*parts, empty)
+    for got, wanted in zip(joined, whole, strict=True):
+        assert torch.allclose(got, wanted, atol=KEYS * 4 * 2**-24, rtol=0)
+    gradients = [torch.autograd.grad(out.square().sum() + lse.square().sum(), q)[0] for out, lse in (joined, whole)]
+    assert torch.allclose(*gradients, atol=1e-5)
+
+
+def test_a_choice_of_skipping_is_the_context_s_own():
+    q, k, v, _ = inputs()
+    assert checked_call(q, k, v).skip
+    with lw.skipping(False):
+        assert not checked_call(q, k, v).skip
+    assert checked_call(q, k, v).skip

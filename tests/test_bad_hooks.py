@@ -1,4 +1,4 @@
-"""Tokens, states, queries and keys that do not fit are refused at an encoding's hooks, in three parts."""
+"""Tokens, states, queries and keys that do not fit are refused at an encoding's hooks, in plain words."""
 
 import pytest
 import torch
@@ -32,14 +32,14 @@ EVERY_TOKENS = pytest.mark.parametrize("case", TOKENS.values(), ids=TOKENS.keys(
 @STEP_ENCODINGS
 def test_a_bias_of_steps_refuses_tokens(name, case):
     x, *phrases = case
-    assert_refuses(lambda: make(name).bias(x, P, P), ValueError, *phrases)
+    assert_refuses(lambda: make(name).bias(x, lw.TokenLayout.of(P)), ValueError, *phrases)
 
 
 @EVERY_TOKENS
 @pytest.mark.parametrize("name", ["learned", "sinusoidal"])
 def test_an_embedding_refuses_tokens(name, case):
     x, *phrases = case
-    assert_refuses(lambda: make(name).embed(x, P), ValueError, *phrases)
+    assert_refuses(lambda: make(name).embed(x, lw.TokenLayout.of(P)), ValueError, *phrases)
 
 
 @pytest.mark.parametrize("case", list(TOKENS.values())[:-1], ids=list(TOKENS)[:-1])
@@ -66,7 +66,7 @@ def test_a_state_refuses_a_key_mask(name, case):
 
 
 STATES = {
-    "too short": ({"step": torch.zeros(2, 7, 4)}, ValueError, "cover all keys", "4 tokens", "5 keys", "Append"),
+    "too short": ({"step": torch.zeros(2, 7, 4)}, ValueError, "cover all 5 keys", "got 4", "append"),
     "of six heads": ({"step": torch.zeros(2, 6, 5)}, EITHER, "state", "(2, 6, 5)"),
     "of three sequences": ({"step": torch.zeros(3, 7, 5)}, EITHER, "state", "(3, 7, 5)"),
     "of two axes": ({"step": torch.zeros(7, 5)}, EITHER, "state", "(7, 5)"),
@@ -79,21 +79,15 @@ STATES = {
 @STEP_ENCODINGS
 def test_a_bias_of_steps_refuses_a_state(name, case):
     state, error, *phrases = case
-    assert_refuses(lambda: make(name).bias(X[:, -2:], P[-2:], P, state), error, *phrases)
+    assert_refuses(lambda: make(name).bias(X[:, -2:], lw.TokenLayout.of(P[-2:], P), state), error, *phrases)
 
 
+@pytest.mark.parametrize("start", [5, 7])
 @STEP_ENCODINGS
-def test_more_queries_than_keys_have_no_levels(name):
-    assert_refuses(lambda: make(name).bias(X, torch.arange(6), P), EITHER, "6", "5")
-
-
-@pytest.mark.parametrize("start", [4, -1])
-@STEP_ENCODINGS
-def test_queries_start_at_a_slot_where_all_of_them_find_room(name, start):
+def test_queries_behind_all_keys_have_no_levels(name, start):
     encoding = make(name)
-    assert_refuses(
-        lambda: encoding.bias(X[:, -2:], P[-2:], P, encoding.state(X), start=start), EITHER, "start", str(start)
-    )
+    layout = lw.TokenLayout.of(P[-2:] + 2, P, start=start)
+    assert_refuses(lambda: encoding.bias(X[:, -2:], layout, encoding.state(X)), EITHER, f"slot {start}", "5 keys")
 
 
 TURNED = {
@@ -110,4 +104,5 @@ TURNED = {
 @pytest.mark.parametrize("case", TURNED.values(), ids=TURNED.keys())
 def test_rope_refuses_queries_and_keys(case):
     q, k, query, key, error, *phrases = case
-    assert_refuses(lambda: make("rope", head_dim=4).rotate(q, k, query, key), error, *phrases)
+    layout = lw.TokenLayout.of(query, key, causal=False)
+    assert_refuses(lambda: make("rope", head_dim=4).rotate(q, k, layout), error, *phrases)

@@ -101,7 +101,7 @@ def test_a_level_bias_falls_with_the_difference_of_levels(batch, heads, slopes):
 
 def test_a_function_bias_is_its_function_of_every_row_and_column():
     bias = function_bias()
-    query, key, weight = (tensor.tolist() for tensor in bias.tensors)
+    query, key, weight = (tensor.tolist() for tensor in bias.arguments)
     expected = filled(bias, lambda b, h, i, j: weight[h] * query[b][i] * key[b][j])
     assert_same(bias.dense(), expected, roundings=1)
 
@@ -186,14 +186,14 @@ def test_a_gradient_flows_to_every_source(kind, learned):
 
 def test_the_sources_of_a_function_are_its_floating_point_tensors():
     bias = function_bias()
-    query, key, weight = bias.tensors
+    query, key, weight = bias.arguments
     assert [source is weight for source in bias.sources] == [True]
     assert not bias.needs_grad
     assert lw.FunctionBias(product_tile, (query, key, weight.requires_grad_())).needs_grad
 
 
 POSITIONS = torch.arange(5)
-LEVEL = torch.zeros(1, 7, 5)
+LEVEL = torch.zeros(1, 7, 5, dtype=torch.float64)
 
 MALFORMED = {
     "a table without heads": (lambda: lw.DistanceBias(torch.zeros(4), POSITIONS, POSITIONS), ValueError, "(4,)"),
@@ -227,10 +227,12 @@ MALFORMED = {
     ),
     "levels without a batch": (lambda: lw.LevelBias(LEVEL[0], LEVEL, LEVEL), ValueError, "(7, 5)"),
     "levels of integers": (lambda: lw.LevelBias(LEVEL, LEVEL.long(), LEVEL), TypeError, "torch.int64"),
+    "levels of float32": (lambda: lw.LevelBias(LEVEL.float(), LEVEL, LEVEL), TypeError, "got torch.float32"),
+    "key levels of half precision": (lambda: lw.LevelBias(LEVEL, LEVEL.half(), LEVEL), TypeError, "key_level must be"),
     "levels of seven heads and of three": (lambda: lw.LevelBias(LEVEL, LEVEL[:, :3], LEVEL), ValueError, "7 and 3"),
-    "four slopes for five queries": (lambda: lw.LevelBias(LEVEL, LEVEL, LEVEL[..., :4]), ValueError, "4 came"),
-    "a function of one tensor": (lambda: lw.FunctionBias(product_tile, (POSITIONS,)), ValueError, "so many came: 1"),
-    "a function that is a number": (lambda: lw.FunctionBias(3, (POSITIONS, POSITIONS)), TypeError, "3 came"),
+    "four slopes for five queries": (lambda: lw.LevelBias(LEVEL, LEVEL, LEVEL[..., :4]), ValueError, "got 4"),
+    "a function of one tensor": (lambda: lw.FunctionBias(product_tile, (POSITIONS,)), ValueError, "got 1 arguments"),
+    "a function that is a number": (lambda: lw.FunctionBias(3, (POSITIONS, POSITIONS)), TypeError, "got 3"),
     "a matrix without a batch": (lambda: lw.DenseBias(torch.zeros(7, 5, 5)), ValueError, "(7, 5, 5)"),
     "a matrix of booleans": (lambda: lw.DenseBias(torch.ones(1, 7, 5, 5).bool()), TypeError, "torch.bool"),
 }
@@ -238,5 +240,5 @@ MALFORMED = {
 
 @pytest.mark.parametrize("case", MALFORMED.values(), ids=MALFORMED.keys())
 def test_a_malformed_bias_is_refused_when_it_is_made(case):
-    make, error, came = case
-    assert_refuses(make, error, came)
+    make, error, got = case
+    assert_refuses(make, error, got)

@@ -270,11 +270,11 @@ def test_seeds_share_a_row_and_its_figure_is_their_mean_loss(text):
     ("change", "words"),
     [
         ({"lengths": []}, "there must be a length"),
-        ({"lengths": [0]}, "a whole number, 1 or more"),
+        ({"lengths": [0]}, "a positive int"),
         ({"lengths": [5000]}, "one token more than the longest length, 5,001; it has"),
-        ({"lengths": [12], "windows": 0}, "windows must be a whole number"),
-        ({"lengths": [12], "protocol": "best"}, "'fair' or 'paper' or 'sliding'; 'best' came"),
-        ({"lengths": [12], "stride": -1}, "stride must be a whole number"),
+        ({"lengths": [12], "windows": 0}, "windows must be a positive int"),
+        ({"lengths": [12], "protocol": "best"}, "'fair' or 'paper' or 'sliding', got 'best'"),
+        ({"lengths": [12], "stride": -1}, "stride must be a positive int"),
     ],
 )
 def test_bad_input_is_refused_in_three_parts(text, change, words):

@@ -5,20 +5,24 @@ import importlib.util
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 import lengthwise as lw
-from lengthwise.encodings.catalogue import table
+from lengthwise.encodings.table import table
 from lengthwise.testing import check_laws
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src/lengthwise").rglob("*.py"))
 # Each room may import from itself and from those before it.
 ROOMS = [
-    "checks",
+    "errors",
+    "folders",
+    "token_layout",
     "bias",
+    "rescore",
     "encodings",
     "attention",
     "testing",
@@ -34,6 +38,7 @@ ROOMS = [
     "serve",
     "cli",
 ]
+NAMED = re.compile(r"[\w/]+\.py\b")
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -63,6 +68,58 @@ def test_imports_only_point_down(path):
         if other == "__version__":
             continue
         assert ROOMS.index(other) <= ROOMS.index(room), f"{room} imports {module}, which is above it"
+
+
+ATTENTION = ROOT / "src/lengthwise/attention"
+BACKENDS = ("native", "row_block", "sdpa", "flex", "reference")
+
+
+def backend_of(module: str) -> str | None:
+    """The backend that a module of attention/ belongs to; None for what all of them share."""
+    parts = module.split(".")
+    return parts[2] if len(parts) > 2 and parts[:2] == ["lengthwise", "attention"] and parts[2] in BACKENDS else None
+
+
+@pytest.mark.parametrize("path", sorted(ATTENTION.rglob("*.py")), ids=lambda p: str(p.relative_to(ATTENTION)))
+def test_backends_never_import_one_another(path):
+    module = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts)
+    own, above = backend_of(module), ("lengthwise.attention.__init__", "lengthwise.attention.info")
+    names = imported_names(ast.parse(path.read_text()))
+    others = {other for name in names if (other := backend_of(name)) is not None and other != own}
+    assert not others or module in above, f"{module} imports {sorted(others)}"
+
+
+def imported_names(tree: ast.AST) -> list[str]:
+    """Every module of ours that a file imports, where `from lengthwise.attention import sdpa` is one of them."""
+    return [
+        f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lengthwise")
+        for alias in node.names
+    ]
+
+
+FLOOR = ("errors", "token_layout", "bias", "rescore", "encodings", "attention", "testing")
+
+
+def test_modules_of_the_ground_floor_import_without_cycles():
+    modules = {
+        ".".join(p.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__"): p for p in SOURCES
+    }
+    graph = {}
+    for name, path in modules.items():
+        if len(name.split(".")) > 1 and name.split(".")[1] in FLOOR:
+            names = imported_names(ast.parse(path.read_text()))
+            graph[name] = {n if n in modules else n.rpartition(".")[0] for n in names} - {name}
+    assert list(TopologicalSorter(graph).static_order()), "an error names the cycle"
+
+
+def test_python_files_that_the_kernels_name_are_there():
+    folder = ROOT / "src/lengthwise/attention/native"
+    named = [name for file in (*folder.glob("*.cpp"), *folder.glob("*.h")) for name in NAMED.findall(file.read_text())]
+    assert named
+    for name in named:
+        assert any((place / name).is_file() for place in (folder, folder.parent, folder.parent.parent)), name
 
 
 def test_the_rooms_are_those_that_exist():
@@ -122,7 +179,7 @@ def test_a_broken_law_is_named():
         paper = "unpublished"
         kind = lw.DenseBias
 
-        def bias(self, x, query, key, state=None, start=None):
+        def bias(self, x, layout, state=None):
             level = x.mean(-1).cumsum(1).flip(1)
             return lw.DenseBias(level[:, None, :, None] * level[:, None, None, :])
 

@@ -209,11 +209,11 @@ def test_an_encoding_of_ones_own_is_seen_like_any_other_and_its_bias_is_left_alo
     [
         ({"layer": 2}, "layer must be a whole number from -2 to 1, since there are 2; 2 came"),
         ({"layer": []}, "layer must name one layer at least"),
-        ({"layer": "last"}, "layer must be 'all'; 'last' came"),
+        ({"layer": "last"}, "layer must be 'all', got 'last'"),
         ({"what": "biases"}, "what must be 'bias' or 'content'"),
         ({"shown": "second"}, "shown must be 'first' or 'mean'"),
         ({"part": "encoder"}, "only one kind of attention; 'encoder' came"),
-        ({"resolution": 0}, "resolution must be a whole number, 1 or more"),
+        ({"resolution": 0}, "resolution must be a positive int"),
         ({"decoder_input_ids": torch.ones(1, 3, dtype=torch.long)}, "decoder_input_ids are for models with an encoder"),
         ({"attention_mask": torch.ones(1, 3, dtype=torch.long)}, "attention_mask must be"),
     ],

@@ -5,7 +5,7 @@ import torch
 from inspect_kit import ADDITIVE, CHOOSABLE, ENCODER_DECODER, LENGTH, MODELS, Own, ids, make_model, own_attention
 from torch import Tensor
 
-from lengthwise.inspect import position_maps, position_views
+from lengthwise.inspect import look, position_maps, position_views
 
 PARTS = {family: ["encoder", "decoder", "cross"] if family in ENCODER_DECODER else [""] for family in MODELS}
 # LongT5's encoder looks at a band of keys and never has a square of scores.
@@ -200,3 +200,17 @@ def test_looking_that_writes_to_what_the_model_reads_is_found_out(family, monkey
     monkeypatch.setattr(look, "layer_maps", careless)
     with torch.inference_mode(), pytest.raises(AssertionError, match=r"layer 1 of .* was written to"):
         position_maps(make_model(family), ids(1), what="scores")
+
+
+def test_what_a_decoder_reads_is_made_where_the_tokens_are():
+    # A device that every machine has beside the CPU: nothing is computed there, but devices must not be mixed.
+    model, given = make_model("t5").to("meta"), ids().to("meta")
+    read = look._inputs(model, given, None, None, look.route_into(model))["decoder_input_ids"]
+    assert (read.device, read.shape) == (given.device, given.shape)
+
+
+def test_without_a_text_of_its_own_a_decoder_reads_the_encoders_one_token_behind():
+    model, given = make_model("t5"), ids()
+    read = look._inputs(model, given, None, None, look.route_into(model))["decoder_input_ids"]
+    assert torch.equal(read[:, 1:], given[:, :-1])
+    assert (read[:, 0] == 0).all()

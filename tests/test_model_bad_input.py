@@ -6,7 +6,7 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from model_kit import loud_model, make_cache, make_config, tokens
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Cache
 
 import lengthwise as lw
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
@@ -16,10 +16,10 @@ from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
     ("changes", "error", "words"),
     [
         ({"n_head": 7}, ValueError, r"n_head=7 and n_embd=768"),
-        ({"encoding": "alibo"}, ValueError, "Did you mean 'alibi'"),
+        ({"encoding": "alibo"}, ValueError, "did you mean 'alibi'"),
         ({"encoding": "alibi", "encoding_options": {"base": 10.0}}, TypeError, r"unknown option 'base' for 'alibi'"),
         ({"encoding": "t5", "encoding_options": {"buckets": 1}}, ValueError, "even number of buckets"),
-        ({"encoding": "rope", "n_embd": 36}, ValueError, "head_dim is 3"),
+        ({"encoding": "rope", "n_embd": 36}, ValueError, "head_dim must be even, got 3"),
         ({"encoding": "alibi", "slopes": "interleaved"}, TypeError, "encoding_options"),
         ({"n_heads": 8}, TypeError, "Did you mean 'n_head'"),
         ({"n_layer": 0}, ValueError, "n_layer must be 1 or more"),
@@ -93,14 +93,30 @@ def test_a_config_file_cannot_choose_an_attention_kernel_from_the_net(tmp_path):
 
 def test_a_sequence_beyond_a_learned_table_names_the_limit_and_what_has_none():
     model = loud_model("learned")
-    with pytest.raises(lw.PositionError, match=r"end at 64; position 64.*alibi"):
+    with pytest.raises(lw.PositionError, match=r"end at 64, got position 64.*alibi"):
         model(tokens(1, 65))
 
 
-@pytest.mark.parametrize("shape", [(2, 28), (3, 29), (29,), (2, 1, 29, 29)])
+@pytest.mark.parametrize("shape", [(2, 28), (3, 29), (29,), (2, 29, 29)])
 def test_an_attention_mask_of_another_shape_is_named(shape):
     with pytest.raises(ValueError, match=r"attention_mask must be \(batch, tokens\) = \(2, 29\)"):
         loud_model("kerple")(tokens(), attention_mask=torch.ones(shape))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((2, 1, 29, 28), torch.bool),
+        ((2, 1, 29, 30), torch.bool),
+        ((3, 1, 29, 29), torch.bool),
+        ((2, 2, 29, 29), torch.float32),
+        ((2, 1, 1, 29), torch.bool),
+        ((2, 1, 29, 29), torch.long),
+    ],
+)
+def test_a_mask_of_four_axes_that_does_not_fit_is_named(shape, dtype):
+    with pytest.raises(ValueError, match=r"boolean or floating-point, \(2, 1 or 3, 29, 29\), got"):
+        loud_model("kerple")(tokens(), attention_mask=torch.ones(shape, dtype=dtype))
 
 
 @pytest.mark.parametrize("shape", [(2, 28), (3, 29), (29,)])
@@ -135,26 +151,32 @@ def test_a_cache_of_another_kind_is_refused():
         model(tokens(), past_key_values=((torch.zeros(1), torch.zeros(1)),))
 
 
-def test_a_static_cache_that_is_too_short_or_too_narrow_is_named():
+def test_a_static_cache_that_is_too_short_is_named():
     model = loud_model("cable")
-    with pytest.raises(ValueError, match="holds 20 tokens; 0 are in it and 29 came"):
+    with pytest.raises(ValueError, match="static cache of 20 tokens has 0 in it and no room for 29"):
         model(tokens(), past_key_values=make_cache("static", model, 20))
-    cache = make_cache("static", model)
-    cache.early_initialization(2, 3, model.config.head_dim, model.dtype, model.device)
-    with pytest.raises(ValueError, match="9 wide; the cache was made for 8"):
-        model(tokens(), past_key_values=cache)
 
 
-def test_a_quantised_cache_is_refused_for_a_state_and_taken_without(monkeypatch):
-    from transformers import cache_utils
+def test_a_quantised_cache_is_refused_for_a_state_and_taken_without():
+    from transformers.cache_utils import DynamicLayer
 
-    model = loud_model("cable")
-    cache = make_cache("dynamic", model)
-    monkeypatch.setattr("lengthwise.model.cache.QuantizedLayer", cache_utils.DynamicLayer)
-    with pytest.raises(NotImplementedError, match="quantised"):
-        model(tokens(), past_key_values=cache)
-    plain = loud_model("kerple")
-    assert plain(tokens(), past_key_values=make_cache("dynamic", plain)).logits.isfinite().all()
+    class QuantisedLayer(DynamicLayer):
+        pass
+
+    model, plain = loud_model("cable"), loud_model("kerple")
+    with pytest.raises(NotImplementedError, match=r"QuantisedLayer.*quantised"):
+        model(tokens(), past_key_values=Cache(layer_class_to_replicate=QuantisedLayer))
+    cache = Cache(layer_class_to_replicate=QuantisedLayer)
+    assert plain(tokens(), past_key_values=cache).logits.isfinite().all()
+
+
+def test_a_cache_that_was_filled_without_a_state_is_refused():
+    model, plain = loud_model("cable"), loud_model("kerple")
+    for kind in ("dynamic", "static"):
+        cache = make_cache(kind, model)
+        plain(tokens()[:, :20], past_key_values=cache)
+        with pytest.raises(ValueError, match="got 20 tokens without the encoding's state"):
+            model(tokens()[:, 20:], past_key_values=cache)
 
 
 def test_our_attention_is_refused_to_models_that_do_not_tell_positions():

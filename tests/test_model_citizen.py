@@ -1,6 +1,7 @@
 """What a user of transformers does with a model works with every encoding."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -41,8 +42,9 @@ def test_our_attention_is_what_runs_if_none_is_asked_for(case, monkeypatch):
     assert len(calls) == model.config.n_layer
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("case", ADDITIVE)
+@pytest.mark.parametrize(
+    ("case", "implementation"), [*((case, "sdpa") for case in ADDITIVE), *((case, "eager") for case in CASES)]
+)
 @torch.no_grad()
 def test_stock_attention_gives_what_ours_gives(case, implementation):
     model, ids = loud_model(case), tokens()
@@ -86,10 +88,100 @@ def test_attention_that_takes_no_bias_is_refused_by_name(name):
 
 
 @pytest.mark.parametrize("case", RESCORING)
-def test_stock_attention_is_refused_where_scores_are_replaced(case):
-    for name in ("eager", "sdpa", "flex_attention"):
+def test_stock_kernels_are_refused_where_scores_are_replaced(case):
+    model = LengthwiseForCausalLM(make_config(case))
+    assert not any((part._supports_sdpa or part._supports_flex_attn) for part in (model, model.transformer))
+    for name in ("sdpa", "flex_attention"):
         with pytest.raises(ValueError, match=f"{name}.*{CASES[case][0]}"):
-            LengthwiseForCausalLM(make_config(case)).set_attn_implementation(name)
+            model.set_attn_implementation(name)
+    assert LengthwiseForCausalLM(make_config("kerple"))._supports_sdpa
+
+
+def test_an_unknown_attention_is_refused_in_the_words_of_transformers():
+    model = LengthwiseForCausalLM(make_config("kerple"))
+    with pytest.raises(ValueError, match='Specified `attn_implementation="foo"` is not supported'):
+        model.set_attn_implementation("foo")
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_eager_attention_gives_the_weights(case):
+    model, ids = loud_model(case), tokens()
+    ours = model(ids, output_attentions=True)
+    model.set_attn_implementation("eager")
+    found = model(ids, output_attentions=True)
+    assert len(found.attentions) == model.config.n_layer
+    for theirs, own in zip(found.attentions, ours.attentions, strict=True):
+        assert_near(theirs, own, case)
+
+
+IMPLEMENTATIONS = [(case, name) for case in CASES for name in ("lengthwise", "eager", "sdpa")]
+
+
+@pytest.mark.parametrize(("case", "name"), [(c, n) for c, n in IMPLEMENTATIONS if n != "sdpa" or c in ADDITIVE])
+@torch.no_grad()
+def test_a_mask_of_four_axes_says_who_sees_whom(case, name):
+    model, ids = loud_model(case), tokens()
+    whole, document = model(ids).logits, model(ids, position_ids=PACKED).logits
+    model.set_attn_implementation(name)
+    causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    apart = causal & (PACKED_DOCUMENTS[:, None] == PACKED_DOCUMENTS)
+    for mask, expected, positions in ((causal, whole, None), (apart, document, PACKED)):
+        boolean = mask.expand(2, 1, -1, -1)
+        lowest = torch.zeros(1, 3, LENGTH, LENGTH).masked_fill(~mask, torch.finfo(torch.float32).min)
+        endless = torch.zeros(2, 1, LENGTH, LENGTH).masked_fill(~mask, -torch.inf)
+        for given in (boolean, lowest, endless):
+            found = model(ids, attention_mask=given, position_ids=positions).logits
+            assert_near(found, expected, f"{case}, {name}, {given.dtype}")
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@torch.no_grad()
+def test_a_mask_of_four_axes_works_with_a_cache_and_need_not_be_causal(kind):
+    model, ids = loud_model("kerple"), tokens()
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    mask[:6, :6] = True
+    mask[20:, 3] = False
+    mask = mask.expand(2, 1, -1, -1)
+    whole = model(ids, attention_mask=mask).logits
+    assert (whole[:, :5] - model(ids).logits[:, :5]).abs().max() > 1e-2
+    cache = make_cache(kind, model)
+    first = model(ids[:, :20], attention_mask=mask[:, :, :20, :20], past_key_values=cache).logits
+    assert_near(first, whole[:, :20], kind)
+    rest = mask[:, :, 20:]
+    rest = torch.nn.functional.pad(rest, (0, 8)) if kind == "static" else rest
+    assert_near(model(ids[:, 20:], attention_mask=rest, past_key_values=cache).logits, whole[:, 20:], kind)
+
+
+@pytest.mark.parametrize("name", ["lengthwise", "eager", "sdpa", "flex_attention"])
+@torch.no_grad()
+def test_numbers_in_a_mask_are_added_to_the_scores(name):
+    model, ids = loud_model("kerple", n_layer=1, n_embd=48), tokens()
+    lowest = torch.full((LENGTH, LENGTH), torch.finfo(torch.float32).min).triu(1)
+    soft = torch.randn(2, 3, LENGTH, LENGTH, generator=torch.Generator().manual_seed(3))
+    x = model.transformer.h[0].ln_1(model.transformer.wte(ids))
+    attention = model.transformer.h[0].attn
+    q, k, v = attention.c_attn(x).unflatten(-1, (3, 3, -1)).permute(2, 0, 3, 1, 4)
+    scores = q @ k.mT / 4 + attention.encoding.bias(x, lw.layout(LENGTH)).dense() + soft + lowest
+    expected = attention.c_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+    found = []
+    attention.register_forward_hook(lambda _module, _inputs, out: found.append(out[0]))
+    model.set_attn_implementation(name)
+    model(ids, attention_mask=soft + lowest)
+    assert_near(found[0], expected, name)
+
+
+def test_a_query_whose_mask_shows_it_nothing_gets_nothing():
+    model, ids = loud_model("dapev2-cable"), tokens()
+    mask = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
+    mask[:, :, 4] = False
+    out = model(ids, attention_mask=mask, output_attentions=True)
+    assert not out.attentions[0][:, :, 4].any()
+    assert out.logits.isfinite().all()
+
+
+PACKED = torch.cat([torch.arange(12), torch.arange(LENGTH - 12)])[None]
+PACKED_DOCUMENTS = (torch.arange(LENGTH) >= 12).long()
 
 
 def generate(model, ids, **options):
@@ -160,6 +252,34 @@ def test_embeddings_hidden_states_and_weights_come_as_asked(case):
     assert looked.attentions[1][0].shape == (2, 3, 1, 10)
 
 
+@pytest.mark.parametrize("name", ["lengthwise", "eager"])
+@pytest.mark.parametrize("case", ["kerple", "cable", "dapev2-cable"])
+@torch.no_grad()
+def test_weights_under_a_static_cache_cover_all_of_it(case, name):
+    model, ids = loud_model(case), tokens()
+    model.set_attn_implementation(name)
+    whole = model(ids, output_attentions=True).attentions[1]
+    cache = make_cache("static", model)
+    model(ids[:, :20], past_key_values=cache)
+    weights = model(ids[:, 20:], past_key_values=cache, output_attentions=True).attentions[1]
+    assert weights.shape == (2, 3, 9, LENGTH + 8)
+    assert_near(weights[..., :LENGTH], whole[:, :, 20:], case)
+    assert not weights[..., LENGTH:].any()
+
+
+@pytest.mark.parametrize("case", ["kerple", "cable", "dapev2-cable", "learned"])
+def test_generation_goes_on_from_its_own_cache_and_looks_its_guesses_up(case):
+    model, ids = loud_model(case), tokens(1)[:, :9].repeat(1, 2)
+    whole = generate(model, ids)
+    half = generate(model, ids, max_new_tokens=3, return_dict_in_generate=True)
+    more = generate(model, half.sequences, max_new_tokens=3, past_key_values=half.past_key_values)
+    assert torch.equal(more, whole)
+    assert torch.equal(generate(model, ids, prompt_lookup_num_tokens=3), whole)
+    kept = generate(model, ids, num_beams=2, return_dict_in_generate=True).past_key_values
+    length = ids.shape[1] + STEPS - 1
+    assert [layer.keys.shape for layer in kept.layers] == [(2, 3, length, 8)] * model.config.n_layer
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_every_parameter_gets_a_gradient_with_and_without_checkpointing(case):
     model, ids = loud_model(case).train(), tokens()
@@ -222,11 +342,63 @@ def test_the_bias_of_a_model_loaded_in_half_precision_is_that_of_a_fresh_one_to_
     half = LengthwiseForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert half.dtype == torch.bfloat16
     x, positions = torch.randn(2, LENGTH, 24).bfloat16(), torch.arange(LENGTH)
-    ours, theirs = (m.transformer.h[0].attn.encoding.bias(x, positions, positions).dense() for m in (model, half))
+    ours, theirs = (
+        m.transformer.h[0].attn.encoding.bias(x, lw.TokenLayout.of(positions)).dense() for m in (model, half)
+    )
     assert torch.equal(ours, theirs)
     assert half(tokens()).logits.isfinite().all()
     fresh = LengthwiseForCausalLM._from_config(make_config(case), dtype=torch.bfloat16)
     assert all(p.dtype == torch.float32 for p in fresh.transformer.h[0].attn.encoding.parameters())
+
+
+@torch.no_grad()
+def test_a_model_can_be_made_of_a_state_dict_alone(monkeypatch):
+    model, ids = loud_model("kerple"), tokens()
+    monkeypatch.setattr("lengthwise.model.loading.PreTrainedConfig", None)
+    loaded = LengthwiseForCausalLM.from_pretrained(None, config=model.config, state_dict=model.state_dict())
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@torch.no_grad()
+def test_a_checkpoint_without_a_head_loads_into_a_model_with_one_and_back(tied, tmp_path):
+    model, ids = loud_model("cable", tie_word_embeddings=tied), tokens()
+    model.transformer.save_pretrained(tmp_path / "base")
+    loaded = LengthwiseForCausalLM.from_pretrained(tmp_path / "base")
+    expected = model.transformer(ids).last_hidden_state
+    assert torch.equal(loaded.transformer(ids).last_hidden_state, expected)
+    assert (loaded.lm_head.weight is loaded.transformer.wte.weight) == tied
+    model.save_pretrained(tmp_path / "whole")
+    base = LengthwiseModel.from_pretrained(tmp_path / "whole")
+    assert torch.equal(base(ids).last_hidden_state, expected)
+
+
+def test_who_asks_for_the_loading_info_gets_it_in_place_of_a_refusal(tmp_path):
+    loud_model("kerple").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"encoding": "t5"}))
+    _, info = LengthwiseForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert "transformer.h.0.attn.encoding.table" in info["missing_keys"]
+
+
+def test_a_config_takes_the_names_that_others_have_for_its_fields():
+    config = make_config("kerple", layer_norm_eps=0.5)
+    assert config.layer_norm_epsilon == 0.5
+    config.layer_norm_eps = 0.25
+    assert LengthwiseConfig(**config.to_dict()).layer_norm_epsilon == 0.25
+    assert make_config("kerple", norm_eps=1.0).norm_eps == 1.0
+
+
+@pytest.mark.parametrize(
+    ("case", "names"), [("cable", {"encoding"}), ("learned", {"wpe"}), ("rope", set()), ("dapev2-cable", {"encoding"})]
+)
+def test_what_an_encoding_learns_is_named_as_float32(case, names, tmp_path):
+    model = loud_model(case)
+    assert model._keep_in_fp32_modules_strict == model.transformer._keep_in_fp32_modules_strict == names
+    model.save_pretrained(tmp_path)
+    half = LengthwiseForCausalLM.from_pretrained(tmp_path, dtype=torch.float16)
+    for name, parameter in half.named_parameters():
+        assert (parameter.dtype == torch.float32) == bool(names & set(name.split("."))), name
 
 
 @torch.no_grad()

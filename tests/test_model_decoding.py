@@ -4,7 +4,6 @@ import pytest
 import torch
 from model_kit import CASES, LENGTH, ONE_OF_EACH_KIND, by_chunks, loud_model, make_cache, tokens
 
-from lengthwise.model.cache import join, split
 from lengthwise.testing import assert_near
 
 CHUNKS = {"prompt then one by one": [20] + [1] * 9, "chunks": [7, 7, 7, 7, 1]}
@@ -111,12 +110,6 @@ def test_the_last_token_changes_no_earlier_logits(case):
 @torch.no_grad()
 def test_a_half_precision_cache_keeps_the_state_exactly(case, dtype):
     model, ids = loud_model(case).to(dtype), tokens()
-    attention = model.transformer.h[0].attn
-    x = torch.randn(2, LENGTH, 24).to(dtype)
-    encoding = attention.encoding
-    step = encoding.state(x)["step"]
-    assert torch.equal(join(split(step, dtype)), step)
-    assert torch.equal(join(split(step * 1e-6, dtype)), (step * 1e-6)) or dtype == torch.float16
     whole = model(ids).logits
     found = by_chunks(model, ids, [20] + [1] * 9, make_cache("early", model))
     # Both are rounded to half precision once a layer.
@@ -131,8 +124,8 @@ def test_a_half_precision_cache_keeps_the_state_exactly(case, dtype):
 @torch.no_grad()
 def test_everything_agrees_with_everything(case, kind, implementation, shared):
     model, pad = loud_model(case, share_encoding=shared), 5
-    if model.config.rescores and implementation != "lengthwise":
-        return
+    if model.config.rescores and implementation == "sdpa":
+        pytest.skip("sdpa cannot replace scores")
     ids = tokens(2, LENGTH)
     alone = model(ids).logits
     model.set_attn_implementation(implementation)

@@ -45,6 +45,32 @@ def test_one_side_alone_may_learn():
     assert torch.equal(d_weight, both[1])
 
 
+def second_derivative(first: torch.Tensor, of: torch.Tensor, how: str) -> None:
+    (slope,) = torch.autograd.grad(first, of, create_graph=True)
+    if how == "backward":
+        slope.square().sum().backward()
+    else:
+        torch.autograd.grad(slope.square().sum(), of)
+
+
+@pytest.mark.parametrize("how", ["backward", "grad"])
+def test_a_second_derivative_is_refused_in_words(how):
+    x, weight, labels = inputs(torch.float32)
+    scale = torch.ones(8, requires_grad=True)
+    # Beside the head there is another way to the scale, so that torch has an answer, and a wrong one.
+    loss = head_loss(x * scale, weight, labels) + scale.square().sum()
+    with pytest.raises(NotImplementedError, match=r"second derivative.*model\(ids, labels=labels\)\.loss"):
+        second_derivative(loss, scale, how)
+
+
+def test_a_compiled_loss_has_the_gradients_of_one_that_is_not():
+    x, weight, labels = inputs(torch.float32)
+    compiled = torch.compile(head_loss, backend="aot_eager")
+    ours, theirs = (torch.autograd.grad(loss(x, weight, labels), (x, weight)) for loss in (compiled, head_loss))
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 def test_single_losses_come_without_gradients_only():
     x, weight, labels = inputs(torch.float32)
     with pytest.raises(ValueError, match="no_grad"):

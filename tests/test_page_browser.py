@@ -7,8 +7,8 @@ import torch
 from browser_kit import Seen, needs_chromium, open_browser
 from model_kit import LENGTH, loud_model, tokens
 
-from lengthwise.bias import DistanceBias, LineBias
-from lengthwise.encodings.fire import fire_lines
+from lengthwise.bias import FunctionBias, SumBias
+from lengthwise.encodings.kerple import kerple_log
 from lengthwise.inspect import position_maps, position_views
 from lengthwise.inspect.cells import Cells
 from lengthwise.inspect.look import position_records
@@ -47,19 +47,23 @@ def open_page(browser, path, page: Page, **options: object) -> Seen:
     return found
 
 
-def as_lines(views):
-    """The same views with FIRE's function as the straight lines that it is made of."""
+def as_functions(views):
+    """The same views with KERPLE's table as the function that it is filled in from, and a table added to it."""
     bias, maps = views["bias"], []
-    for one in bias.maps:
-        query, key, _, c, limit, *layers = one.described.tensors
-        curve, factors, *lines = fire_lines(key.shape[1], c=c, limit=limit, layers=layers)
-        maps.append(replace(one, described=LineBias(DistanceBias(curve, query, key), factors[query], *lines)))
+    for one, layer in zip(bias.maps, loud_model("kerple").transformer.h, strict=True):
+        encoding, table = layer.attn.encoding, one.described
+        parts = [x.detach() for x in (table.query, table.key, encoding.p, encoding.a)]
+        function = FunctionBias(kerple_log, tuple(parts))
+        described = SumBias((function, replace(table, table=torch.zeros_like(table.table))))
+        maps.append(replace(one, described=described))
     return views | {"bias": replace(bias, maps=tuple(maps))}
 
 
-@pytest.mark.parametrize("case", ["kerple", "alibi", "cable", "k-cable", "fire-short", "lines", "t5", "dapev2-cable"])
+@pytest.mark.parametrize(
+    "case", ["kerple", "alibi", "cable", "k-cable", "fire-short", "function", "t5", "dapev2-cable"]
+)
 def test_numbers_read_from_the_page_are_those_of_the_tensors(browser, tmp_path, case):
-    found = views(case) if case != "lines" else as_lines(views("fire-short"))
+    found = views(case) if case != "function" else as_functions(views("kerple"))
     page = open_page(browser, tmp_path, Page([[Snapshot(found)]]))
     page.tab.click("button.head[data-layer='1'][data-head='2']")
     for i, j in PAIRS:

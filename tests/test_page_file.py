@@ -56,7 +56,7 @@ def test_bounds_are_rounded_outwards(noise):
 
 def test_a_table_comes_back_to_the_last_bit_and_a_smooth_one_is_small():
     kerple = lw.make("kerple", heads=7, width=63)
-    table = kerple.bias(torch.zeros(1, 1000, 63), torch.arange(1000), torch.arange(1000)).table.detach().numpy()
+    table = kerple.bias(torch.zeros(1, 1000, 63), lw.TokenLayout.of(torch.arange(1000))).table.detach().numpy()
     said = packed(table, smooth=True)
     assert np.array_equal(unpacked(said), table)
     assert len(said["text"]) < table.nbytes / 3
@@ -78,7 +78,7 @@ def test_twelve_by_twelve_heads_of_a_distance_table_at_4096_tokens_are_under_a_m
         kerple = lw.make("kerple", heads=12, width=12)
         torch.nn.init.normal_(kerple.raw_p)
         torch.nn.init.normal_(kerple.raw_a)
-        table = kerple.bias(torch.zeros(1, 4096, 12), torch.arange(4096), torch.arange(4096)).table
+        table = kerple.bias(torch.zeros(1, 4096, 12), lw.TokenLayout.of(torch.arange(4096))).table
         size += len(packed(table.detach().numpy(), smooth=True)["text"])
     code = sum(len((STATIC / f"{name}.js").read_bytes()) for name in SCRIPTS)
     assert size + code < 1e6

@@ -47,7 +47,7 @@ def test_a_page_has_all_layers_every_view_and_single_cells_of_the_heads_that_are
     for what, layers in snapshot["views"].items():
         assert [layer["layer"] for layer in layers] == [0, 1]
         assert layers[1]["detail"].keys() == ({"2"} if what in ("content", "scores", "weights") else set()), what
-    assert snapshot["views"]["bias"][0]["matrix"]["kind"] == "distance"
+    assert snapshot["views"]["bias"][0]["matrix"]["kind"] == "DistanceBias"
 
 
 def test_a_run_brings_its_snapshots(models, tmp_path):

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import lengthwise as lw
-from lengthwise.attention import BACKENDS, explain
+from lengthwise.attention import BACKENDS, checked_call
+from lengthwise.attention.plan import Refusal
 
 HEADS, DIM, WIDTH, LATE = 2, 32, 64, 8
 
@@ -23,7 +24,7 @@ def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
 
 def late_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: lw.Bias | None) -> torch.Tensor:
     """The last rows in float64, of the same rounded inputs."""
-    return explain(lw.checked_call(q[:, :, -LATE:].double(), k.double(), v.double(), bias=bias)).out
+    return lw.explain(q[:, :, -LATE:].double(), k.double(), v.double(), bias=bias).out
 
 
 @cache
@@ -41,11 +42,12 @@ def plain_error(length: int, dtype: torch.dtype) -> float:
 def test_a_bias_loses_at_most_twice_what_attention_without_one_does(name, length, dtype, backend):
     q, k, v = inputs(length, dtype)
     encoding = lw.make(name, heads=HEADS, width=WIDTH, head_dim=DIM, train_length=length)
-    x, positions = torch.randn(1, length, WIDTH), torch.arange(length)
+    x = torch.randn(1, length, WIDTH)
     with torch.no_grad():
-        call = lw.checked_call(q, k, v, bias=encoding.bias(x, positions, positions))
-        if BACKENDS[backend].objections(call) or (backend == "sdpa" and not isinstance(call.bias, lw.LevelBias)):
+        call = checked_call(q, k, v, bias=encoding.bias(x, lw.layout(length)))
+        plan = BACKENDS[backend].plan(call)
+        if isinstance(plan, Refusal) or (backend == "sdpa" and not isinstance(call.bias, lw.LevelBias)):
             pytest.skip(f"{backend} does not take it, or only filled in")
-        late = encoding.bias(x[:, -LATE:], positions[-LATE:], positions, encoding.state(x))
-        biased = relative_error(BACKENDS[backend].attend(call), late_rows(q, k, v, late))
+        late = encoding.bias(x[:, -LATE:], lw.layout(LATE, past=length - LATE), encoding.state(x))
+        biased = relative_error(BACKENDS[backend].run(call, plan)[0], late_rows(q, k, v, late))
     assert biased <= 2 * plain_error(length, dtype)

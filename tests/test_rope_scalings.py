@@ -117,7 +117,7 @@ def test_rope_turns_as_transformers_does(scaling, layout, length):
         expected = tuple(
             modeling_gptj.apply_rotary_pos_emb(x.transpose(1, 2), sin, cos).transpose(1, 2) for x in (q, k)
         )
-    got = ours(scaling, layout=layout).rotate(q, k, positions, positions)
+    got = ours(scaling, layout=layout).rotate(q, k, lw.TokenLayout.of(positions))
     for before, after, wanted in zip((q, k), got, expected, strict=True):
         assert_turned_alike(
             after,
@@ -136,7 +136,7 @@ def test_the_base_is_a_choice(base):
     positions = torch.arange(101)
     rotary = theirs({"type": "default"}, base=base)
     wanted, _ = modeling_llama.apply_rotary_pos_emb(q, k, *rotary(q, positions[None]))
-    got, _ = ours(None, base=base).rotate(q, k, positions, positions)
+    got, _ = ours(None, base=base).rotate(q, k, lw.TokenLayout.of(positions))
     assert_turned_alike(got, wanted, q, layout="half", positions=positions, frequencies=rotary.inv_freq)
 
 
@@ -150,7 +150,7 @@ def test_static_ntk_enlarges_the_base_whatever_the_length(length):
     cos, sin = ((positions[:, None] * frequencies).apply_(wave).float() for wave in (math.cos, math.sin))
     a, b = q.chunk(2, -1)
     wanted = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-    got, _ = ours({"type": "ntk", "factor": factor}).rotate(q, k, positions, positions)
+    got, _ = ours({"type": "ntk", "factor": factor}).rotate(q, k, lw.TokenLayout.of(positions))
     assert_turned_alike(got, wanted, q, layout="half", positions=positions, frequencies=frequencies)
 
 
@@ -161,8 +161,8 @@ def test_the_original_length_may_differ_from_the_training_length(kind):
     positions = torch.arange(307)
     sizes = {"heads": HEADS, "width": HEADS * DIM, "train_length": 4 * TRAINED}
     stretched = lw.make("rope", scaling=scaling | {"original_max_position_embeddings": TRAINED}, **sizes)
-    got = stretched.rotate(q, k, positions, positions)
-    for after, wanted in zip(got, ours(scaling).rotate(q, k, positions, positions), strict=True):
+    got = stretched.rotate(q, k, lw.TokenLayout.of(positions))
+    for after, wanted in zip(got, ours(scaling).rotate(q, k, lw.TokenLayout.of(positions)), strict=True):
         assert torch.equal(after, wanted)
 
 
@@ -177,7 +177,7 @@ def test_longrope_changes_lists_just_beyond_the_training_length():
     encoding = ours(LONGROPE | {"attention_factor": 1.0})
     for length, divisor in ((TRAINED, SHORT), (TRAINED + 1, LONG)):
         positions = torch.arange(length)
-        turned, _ = encoding.rotate(q[:, :, :length], q[:, :, :length], positions, positions)
+        turned, _ = encoding.rotate(q[:, :, :length], q[:, :, :length], lw.TokenLayout.of(positions))
         for pair in range(DIM // 2):
             angle = 1 / (divisor[pair] * 10000 ** (2 * pair / DIM))
             assert turned[0, 0, 1, pair].item() == pytest.approx(math.cos(angle), abs=ANGLE_ROUNDINGS * EPS)
@@ -191,8 +191,8 @@ def test_half_precision_is_turned_in_float32_and_rounded_once(scaling, layout, d
     positions = torch.arange(8000, 8023)
     q, k = queries_and_keys(23, dtype=dtype)
     encoding = ours(scaling, layout=layout)
-    got = encoding.rotate(q, k, positions, positions)
-    for after, wanted in zip(got, encoding.rotate(q.float(), k.float(), positions, positions), strict=True):
+    got = encoding.rotate(q, k, lw.TokenLayout.of(positions))
+    for after, wanted in zip(got, encoding.rotate(q.float(), k.float(), lw.TokenLayout.of(positions)), strict=True):
         assert after.dtype == dtype
         assert torch.equal(after, wanted.to(dtype))
 
@@ -205,7 +205,8 @@ def test_the_product_of_query_and_key_depends_on_their_distance_alone(layout, sc
     shift, positions = 11, torch.arange(23)
     # Both stretches end below the training length, so that rules that depend on the length give both the same angles.
     here, there = (
-        a @ b.transpose(-1, -2) for a, b in (encoding.rotate(q, k, p, p) for p in (positions, positions + shift))
+        a @ b.transpose(-1, -2)
+        for a, b in (encoding.rotate(q, k, lw.TokenLayout.of(p)) for p in (positions, positions + shift))
     )
     # Four float32 angles enter a product, each off by 10 units of at most its position: no pair turns faster than 1.
     lengths = q.norm(dim=-1)[..., :, None] * k.norm(dim=-1)[..., None, :] * encoding.scaling.factor**2
@@ -219,9 +220,9 @@ def test_packed_documents_turn_as_each_would_alone(scaling, lengths):
     encoding = ours(scaling)
     q, k = queries_and_keys(sum(lengths))
     packed = torch.cat([torch.arange(length) for length in lengths])
-    together = encoding.rotate(q, k, packed, packed)
+    together = encoding.rotate(q, k, lw.TokenLayout.of(packed))
     for document in (slice(0, lengths[0]), slice(lengths[0], None)):
-        alone = encoding.rotate(q[:, :, document], k[:, :, document], packed[document], packed[document])
+        alone = encoding.rotate(q[:, :, document], k[:, :, document], lw.TokenLayout.of(packed[document]))
         for whole, part in zip(together, alone, strict=True):
             assert torch.equal(whole[:, :, document], part)
 
@@ -231,9 +232,9 @@ def test_each_sequence_has_its_own_length(scaling):
     encoding = ours(scaling)
     q, k = queries_and_keys(29, batch=2)
     positions = torch.stack([torch.arange(29), torch.arange(TRAINED, TRAINED + 29)])
-    together = encoding.rotate(q, k, positions, positions)
+    together = encoding.rotate(q, k, lw.TokenLayout.of(positions))
     for row in range(2):
-        alone = encoding.rotate(q[row : row + 1], k[row : row + 1], positions[row], positions[row])
+        alone = encoding.rotate(q[row : row + 1], k[row : row + 1], lw.TokenLayout.of(positions[row]))
         for whole, part in zip(together, alone, strict=True):
             assert torch.equal(whole[row : row + 1], part)
 
@@ -245,8 +246,8 @@ def test_a_cached_decoder_turns_all_keys_as_one_pass_does(scaling, room):
     q, k = queries_and_keys(TRAINED + 1 + room)
     slots = torch.arange(TRAINED + 1 + room)
     now = slots[: TRAINED + 1]
-    whole = encoding.rotate(q[:, :, : TRAINED + 1], k[:, :, : TRAINED + 1], now, now)
-    last, keys = encoding.rotate(q[:, :, TRAINED : TRAINED + 1], k, now[-1:], slots)
+    whole = encoding.rotate(q[:, :, : TRAINED + 1], k[:, :, : TRAINED + 1], lw.TokenLayout.of(now))
+    last, keys = encoding.rotate(q[:, :, TRAINED : TRAINED + 1], k, lw.TokenLayout.of(now[-1:], slots))
     assert torch.equal(last, whole[0][:, :, -1:])
     assert torch.equal(keys[:, :, : TRAINED + 1], whole[1])
 

@@ -5,13 +5,29 @@ from typing import Any
 
 import pytest
 import torch
-from tiles_case import HEADS, KINDS, SITUATIONS, VALUE, Case, assert_as_exact, cut_small, make_case, results
+from tiles_case import (
+    HEADS,
+    KINDS,
+    SITUATIONS,
+    Case,
+    assert_as_exact,
+    assert_lse_as_exact,
+    by_reference,
+    by_row_block,
+    cut_small,
+    make_case,
+    results,
+    upstream,
+)
 from torch import Tensor
 
-from lengthwise.attention import reference, row_block
-from lengthwise.attention.call import Call
-from lengthwise.attention.row_block import few_rows, operators
-from lengthwise.bias import FunctionBias
+from lengthwise.attention import call as calls
+from lengthwise.attention import row_block, skipping
+from lengthwise.attention.call import AttentionCall
+from lengthwise.attention.plan import Refusal
+from lengthwise.attention.row_block import custom_op
+from lengthwise.bias import DistanceBias, FunctionBias, LevelBias
+from lengthwise.token_layout import TokenLayout
 
 HALF = [torch.bfloat16, torch.float16]
 UNNAMED = "function without a name"
@@ -29,14 +45,20 @@ class Attend(torch.nn.Module):
         super().__init__()
         self.case = case
 
-    def forward(self, *given: Tensor) -> Tensor:
-        return row_block.attend(self.case.of(dict(zip(self.case.tensors, given, strict=True))))
+    def forward(self, *given: Tensor) -> tuple[Tensor, Tensor]:
+        return by_row_block(self.case.of(dict(zip(self.case.tensors, given, strict=True))))
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_output_and_gradients_are_those_of_the_reference(kind, situation):
     assert_as_exact(make_case(kind, situation))
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_through_the_log_sum_exp_are_those_of_the_reference(kind, situation):
+    assert_lse_as_exact(make_case(kind, situation))
 
 
 @pytest.mark.parametrize("keys", [1, 2, 63, 64, 307])
@@ -51,31 +73,42 @@ def test_half_precision_is_as_good_as_the_reference(kind, dtype):
     assert_as_exact(make_case(kind), dtype)
 
 
+@pytest.mark.parametrize("situation", ["sink", "softcap", "logit scale", "all options"])
+def test_options_in_half_precision_are_as_good_as_the_reference(situation):
+    assert_as_exact(make_case("strip", situation), torch.bfloat16)
+
+
 def relative_errors(kind: str, dtype: torch.dtype) -> Tensor:
     """How far output and gradients of q, k and v in this precision are from float64's, relative to them."""
     case = make_case(kind, "few", keys=2_053, batch=1).rounded(dtype)
-    d_out = torch.randn(1, HEADS, case.tensors["q"].shape[2], VALUE).to(dtype)
-    roads = (reference.attend, torch.float64), (row_block.attend, dtype)
-    exact, found = (results(attend, *case.call(precision), d_out)[:4] for attend, precision in roads)
-    return torch.stack([(x - truth).norm() / truth.norm() for x, truth in zip(found, exact, strict=True)])
+    d_out, _ = upstream(case)
+    roads = (by_reference, torch.float64), (by_row_block, dtype)
+    exact, found = (results(attend, *case.call(precision), d_out.to(dtype)) for attend, precision in roads)
+    out_q_k_v = (0, 2, 3, 4)
+    return torch.stack([(found[i] - exact[i]).norm() / exact[i].norm() for i in out_q_k_v])
+
+
+NUMBERS = [kind for kind in KINDS if kind not in ("one-head strip", "one-head dense", "level in two", "sum")]
+"""The kinds that differ in how their numbers are made."""
 
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_beyond_2048_keys_half_precision_errs_at_most_twice_as_much_as_without_bias(dtype, monkeypatch):
     cut_small(monkeypatch, 128, 512)
     plain = relative_errors("none", dtype)
-    for kind in KINDS:
+    for kind in NUMBERS:
         assert (relative_errors(kind, dtype) <= 2 * plain).all(), kind
 
 
-@pytest.mark.parametrize("situation", ["causal", "everything"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("situation", ["causal", "everything", "all options"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "level in two"])
 def test_gradients_are_derivatives(kind, situation, monkeypatch):
     cut_small(monkeypatch, 4, 5)
     case = make_case(kind, situation, keys=7, batch=1)
 
-    def attend(*given: Tensor) -> Tensor:
-        return row_block.attend(case.of(case.tensors | dict(zip(case.floating, given, strict=True))))
+    def attend(*given: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = by_row_block(case.of(case.tensors | dict(zip(case.floating, given, strict=True))))
+        return out, lse.masked_fill(lse == -torch.inf, 0)
 
     doubles = [case.tensors[name].double().requires_grad_() for name in case.floating]
     assert torch.autograd.gradcheck(attend, doubles, fast_mode=True)
@@ -83,23 +116,40 @@ def test_gradients_are_derivatives(kind, situation, monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_call_twice_is_bitwise_equal(kind):
-    call, learned = make_case(kind, keys=307).call(torch.float32)
-    d_out = torch.randn(2, HEADS, 307, VALUE)
-    for one, other in zip(*(results(row_block.attend, call, learned, d_out) for _ in range(2)), strict=True):
+    case = make_case(kind, keys=307)
+    above = upstream(case)
+    for one, other in zip(*(results(by_row_block, *case.call(torch.float32), *above) for _ in range(2)), strict=True):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_compiled_call_is_one_graph_and_bitwise_equal(kind):
+@pytest.mark.parametrize("kind", ["gaps", "lines", "level", "sum"])
+def test_with_several_threads_gradients_are_the_same_every_time(kind):
+    case = make_case(kind, keys=307)
+    above = upstream(case)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        first, *others = (results(by_row_block, *case.call(torch.float32), *above) for _ in range(4))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+COMPILED = [(kind, "causal") for kind in KINDS] + [("level", "all options"), ("strip", "bands"), ("none", "mask")]
+
+
+@pytest.mark.parametrize(("kind", "situation"), COMPILED)
+def test_a_compiled_call_is_one_graph_and_bitwise_equal(kind, situation):
     torch.compiler.reset()
-    case = make_case(kind, keys=41)
-    d_out = torch.randn(2, HEADS, 41, VALUE)
-    found = []
+    case = make_case(kind, situation, keys=41)
+    above = upstream(case)
+    both = []
     for run in (Attend(case), torch.compile(Attend(case), backend="aot_eager", fullgraph=True)):
         given = {name: x.clone().requires_grad_(name in case.floating) for name, x in case.tensors.items()}
-        out = run(*given.values())
-        found.append([out.detach(), *torch.autograd.grad(out, [given[name] for name in case.floating], d_out)])
-    for one, other in zip(*found, strict=True):
+        out, lse = run(*given.values())
+        gradients = torch.autograd.grad([out, lse], [given[name] for name in case.floating], above)
+        both.append([out.detach(), lse.detach(), *gradients])
+    for one, other in zip(*both, strict=True):
         assert torch.equal(one, other)
 
 
@@ -114,92 +164,175 @@ def test_an_exported_call_is_one_node_and_takes_every_length(kind, strict):
     program = torch.export.export(Attend(short), given, dynamic_shapes={"given": grows}, strict=strict)
     assert sum("row_block" in str(node.target) for node in program.graph.nodes) == 1
     for case in (short, long):
-        assert torch.equal(program.module()(*case.tensors.values()), Attend(case)(*case.tensors.values()))
+        exported, eager = program.module()(*case.tensors.values()), Attend(case)(*case.tensors.values())
+        assert all(torch.equal(a, b) for a, b in zip(exported, eager, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["none", "strip", "level", "dense"])
-def test_the_operators_keep_their_promises(kind):
-    call, _ = make_case(kind, keys=21).call(torch.float64)
-    name, first, tensors = operators._taken_apart(call.bias)
-    masks = operators.Masks(None, None, None)
-    plain = operators.Plain(name, "", first, causal=True, window=None, scale=call.scale, start=0, skip=True)
-    args = call.q, call.k, call.v, tensors, *masks, *plain
+@pytest.mark.parametrize(
+    ("kind", "situation"),
+    [("none", "causal"), ("strip", "everything"), ("level", "all options"), ("dense", "bands"), ("lines", "start")],
+)
+def test_the_operators_keep_their_promises(kind, situation):
+    call, _ = make_case(kind, situation, keys=21).call(torch.float64)
+    parts = custom_op._take_apart(call, named=True)
+    text = custom_op._to_text(list(parts.tensors), list(parts.ints), parts.plain)
+    lists = [x.detach().requires_grad_(x.requires_grad) for x in parts.tensors.values()], list(parts.ints.values())
+    args = call.q, call.k, call.v, *lists, call.scale, call.softcap, text
     torch.library.opcheck(torch.ops.lengthwise.row_block.default, args)
 
 
-def without_name(call: Call) -> Call:
-    """The same call with a tile function that nobody registered."""
+def without_name(call: AttentionCall) -> AttentionCall:
+    """The same call with a function that nobody registered."""
     assert isinstance(call.bias, FunctionBias)
     named = call.bias.function
 
     def unnamed(*given: Any) -> Tensor:
         return named(*given)
 
-    return replace(call, bias=FunctionBias(unnamed, call.bias.tensors))
+    return replace(call, bias=FunctionBias(unnamed, call.bias.arguments))
 
 
 def test_a_function_without_a_name_gives_what_a_registered_one_gives():
-    call, learned = make_case("function").call(torch.float32)
-    d_out = torch.randn(2, HEADS, 101, VALUE)
-    found = [results(row_block.attend, own, learned, d_out) for own in (call, without_name(call))]
-    for one, other in zip(*found, strict=True):
+    case = make_case("function")
+    call, learned = case.call(torch.float32)
+    above = upstream(case)
+    both = [results(by_row_block, own, learned, *above) for own in (call, without_name(call))]
+    for one, other in zip(*both, strict=True):
         assert torch.equal(one, other)
 
 
 def test_a_function_without_a_name_is_refused_where_a_graph_has_to_name_it(monkeypatch):
     call, _ = make_case("function").call(torch.float32)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert not row_block.objections(call)
-    (objection,) = row_block.objections(without_name(call))
-    assert "decorate unnamed with registered_tile" in objection
+    assert not isinstance(row_block.plan(call), Refusal)
+    refusal = row_block.plan(without_name(call))
+    assert isinstance(refusal, Refusal)
+    assert "decorate unnamed with lw.registered" in refusal.reasons[0]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, UNNAMED])
 def test_a_second_derivative_is_refused_and_not_wrong(kind):
     call, (q, *_) = make_case("function" if kind == UNNAMED else kind, keys=41).call(torch.float32)
-    out = row_block.attend(without_name(call) if kind == UNNAMED else call)
-    (d_q,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    out, lse = by_row_block(without_name(call) if kind == UNNAMED else call)
+    (d_q,) = torch.autograd.grad(out.sum() + lse.sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match=r'second derivative was asked for. Use backend="reference"'):
         d_q.sum().backward()
 
 
+@pytest.mark.parametrize("situation", ["causal", "all options"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_future_does_not_leak(kind):
-    call, _ = make_case(kind).call(torch.float32, grad=False)
+def test_the_future_does_not_leak(kind, situation):
+    call, _ = make_case(kind, situation).call(torch.float32, grad=False)
     other = replace(call, k=call.k.clone(), v=call.v.clone(), q=call.q.clone())
     other.k[:, :, -1], other.v[:, :, -1], other.q[:, :, -1] = torch.inf, torch.nan, 1e30
-    with row_block.skipping(False):
-        assert torch.equal(row_block.attend(call)[:, :, :-1], row_block.attend(other)[:, :, :-1])
-        assert row_block.attend(other)[:, :, -1].isnan().all()
+    with skipping(False):
+        before, after = by_row_block(replace(call, skip=False)), by_row_block(replace(other, skip=False))
+    for x, y in zip(before, after, strict=True):
+        assert torch.equal(x[:, :, :-1], y[:, :, :-1])
+        assert y[:, :, -1].isnan().all()
 
 
-@pytest.mark.parametrize("situation", ["causal", "padding", "start", "grouped"])
+def test_what_is_not_finite_stays_in_the_rows_that_see_it_with_gradients_of_the_rest():
+    case = make_case("level", "window")
+    case.tensors["k"][0, 1, 40, 2], case.tensors["v"][1, 2, 60, 0] = torch.nan, torch.inf
+    above = upstream(case)
+    ours, theirs = (results(attend, *case.call(torch.float64), *above) for attend in (by_row_block, by_reference))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True)
+
+
+def test_under_a_mask_by_head_what_is_not_finite_stays_in_the_rows_that_see_it_where_heads_share_keys():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 41, 7), torch.randn(2, 2, 41, 7), torch.randn(2, 2, 41, 5)
+    k[0, 1, 20] = torch.nan
+    layout = TokenLayout.of(torch.arange(41), mask=torch.rand(2, 4, 41, 41) < 0.5)
+    call = calls.checked_call(q, k, v, layout=layout)
+    for one, other in zip(by_row_block(call), by_reference(call), strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(0, 0), (0, 9), (9, 0)])
+@pytest.mark.parametrize("sink", [False, True])
+def test_calls_without_queries_or_keys_are_empty_or_0(queries, keys, sink):
+    q, k, v = (torch.randn(2, HEADS, n, 7, requires_grad=True) for n in (queries, keys, keys))
+    query, key = torch.arange(queries)[None], torch.arange(keys)[None]
+    table = torch.randn(HEADS, 5, requires_grad=True)
+    layout = TokenLayout.of(query, key, causal=False)
+    extras = {"sink": torch.randn(HEADS)} if sink else {}
+    call = calls.checked_call(q, k, v, layout=layout, bias=DistanceBias(table, query, key), **extras)
+    above = torch.randn(2, HEADS, queries, 7), torch.randn(2, HEADS, queries)
+    ours, theirs = (results(attend, call, [q, k, v], *above) for attend in (by_row_block, by_reference))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_single_query_takes_the_short_way(kind, situation, monkeypatch):
-    monkeypatch.setattr(few_rows, "FEW", 100)
-    call, _ = make_case(kind, situation, keys=3).call(torch.float32, grad=False)
-    assert few_rows.suits(call)
-    torch.testing.assert_close(row_block.attend(call), reference.attend(call))
+def test_a_row_that_sees_nothing_is_0_with_lse_minus_infinity_and_no_gradient(kind):
+    case = make_case(kind, keys=41)
+    case.masks["key_mask"] = torch.arange(41)[None] >= 9
+    d_out, d_lse = upstream(case)
+    call, (q, *others) = case.call(torch.float32)
+    out, lse, d_q, *gradients = results(by_row_block, call, [q, *others], d_out, d_lse)
+    assert (out[:, :, :9] == 0).all()
+    assert (lse[:, :, :9] == -torch.inf).all()
+    assert (d_q[:, :, :9] == 0).all()
+    assert all(gradient.isfinite().all() for gradient in gradients)
 
 
-class Mixing(torch.nn.Module):
-    """Scores of all heads mixed, with parameters of its own."""
+@pytest.mark.parametrize("few", [0, 100])
+def test_a_row_that_sees_nothing_has_exactly_its_sink_as_lse(few, monkeypatch):
+    monkeypatch.setattr(calls, "FEW_QUERIES", few)
+    case = make_case("level", "sink", keys=41)
+    case.masks["key_mask"] = torch.arange(41)[None] >= 9
+    out, lse = by_row_block(case.call(torch.float32, grad=False)[0])
+    assert (out[:, :, :9] == 0).all()
+    assert torch.equal(lse[:, :, :9], case.tensors["sink"][:, None].expand(2, HEADS, 9))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = torch.nn.Parameter(torch.randn(HEADS, HEADS) / 3)
 
-    def rescore(self, content: Tensor, bias: Tensor, q: Tensor, mask: Tensor) -> Tensor:
-        return content + bias + torch.einsum("bhij,hg->bgij", (content + bias).masked_fill(~mask, 0), self.mix)
+@pytest.mark.parametrize("sink", [-200.0, 200.0])
+def test_a_sink_far_from_all_scores_neither_overflows_nor_vanishes(sink):
+    case = make_case("strip", "sink")
+    case.tensors["sink"] = torch.full((HEADS,), sink)
+    assert_as_exact(case)
+    assert_lse_as_exact(case)
 
 
-@pytest.mark.parametrize("kind", ["none", "strip", "level", "function", "dense"])
-def test_rescored_attention_is_that_of_the_reference(kind, monkeypatch):
-    monkeypatch.setattr(row_block.rescoring, "SCORES", 2 * HEADS * 101 * 30)
-    mixing = Mixing().double()
-    call, learned = make_case(kind).call(torch.float64)
-    call = replace(call, rescore=mixing.rescore)
-    d_out = torch.randn(2, HEADS, 101, VALUE, dtype=torch.float64)
-    found = [results(attend, call, [*learned, mixing.mix], d_out) for attend in (reference.attend, row_block.attend)]
+def test_steps_that_were_not_summed_yet_have_gradients():
+    torch.manual_seed(0)
+    step = torch.rand(1, HEADS, 61)
+    q, k, v = torch.randn(3, 1, HEADS, 61, 7)
+    found = []
+    for attend in (by_reference, by_row_block):
+        own = step.clone().requires_grad_()
+        with torch.no_grad():
+            bias = LevelBias.of_steps(own, torch.full((1, HEADS, 1), 0.3), start=0, queries=61)
+        assert bias.step is own
+        call = calls.checked_call(q, k, v, bias=bias)
+        out, lse = attend(call)
+        found.append([out.detach(), lse.detach(), *torch.autograd.grad(out.square().sum() + lse.sum(), own)])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_few_queries_are_done_as_whole_rows(kind, situation, monkeypatch):
+    monkeypatch.setattr(calls, "FEW_QUERIES", 100)
+    call, _ = make_case(kind, situation, keys=23).call(torch.float32, grad=False)
+    plan = row_block.plan(call)
+    assert isinstance(plan, row_block.RowBlockPlan)
+    assert plan.whole_rows
+    for found, wanted in zip(by_row_block(call), by_reference(call), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("situation", ["causal", "padding", "mask", "bands", "grouped"])
+def test_whole_rows_keep_what_is_not_finite_to_the_rows_that_see_it(situation, monkeypatch):
+    monkeypatch.setattr(calls, "FEW_QUERIES", 100)
+    case = make_case("strip", situation, keys=23)
+    case.tensors["k"][:, -1, 11], case.tensors["v"][:, 0, 17, 2] = torch.inf, torch.nan
+    call, _ = case.call(torch.float32, grad=False)
+    wanted = by_reference(call)
+    assert wanted[0].isnan().any()
+    assert not wanted[0].isnan().all()
+    for found, expected in zip(by_row_block(call), wanted, strict=True):
+        torch.testing.assert_close(found, expected, equal_nan=True)

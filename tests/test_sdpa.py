@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import lengthwise as lw
-from lengthwise.attention import reference, sdpa
+from lengthwise.attention import AttentionCall, checked_call, reference, sdpa
 
 LENGTH, HEADS, DIM = 1531, 2, 32
 POSITIONS = torch.arange(LENGTH)
@@ -16,10 +16,11 @@ def error(name: str, dtype: torch.dtype) -> float:
     qkv = torch.randn(3, 1, HEADS, LENGTH, DIM, dtype=torch.float64)
     encoding = lw.make(name, heads=HEADS, width=HEADS * DIM)
     with torch.no_grad():
-        call = lw.checked_call(*qkv.to(dtype), bias=encoding.bias(x, POSITIONS, POSITIONS))
-        exact = reference.attend(lw.checked_call(*qkv, bias=encoding.bias(x.double(), POSITIONS, POSITIONS)))
+        call = checked_call(*qkv.to(dtype), bias=encoding.bias(x, lw.TokenLayout.of(POSITIONS)))
+        exact_call = checked_call(*qkv, bias=encoding.bias(x.double(), lw.TokenLayout.of(POSITIONS)))
+        exact = reference.run(exact_call, reference.plan(exact_call))[0]
         assert sdpa.rides_in_channels(call) == (name != "none")
-        return float((sdpa.attend(call) - exact).norm() / exact.norm())
+        return float((sdpa.run(call, sdpa.plan(call))[0] - exact).norm() / exact.norm())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -28,11 +29,11 @@ def test_levels_in_channels_are_as_exact_as_no_bias_at_all(name, dtype):
     assert error(name, dtype) <= 2 * error("none", dtype)
 
 
-def call_with(level: torch.Tensor, dtype: torch.dtype = torch.bfloat16, **options) -> lw.attention.Call:
+def call_with(level: torch.Tensor, dtype: torch.dtype = torch.bfloat16, **options) -> AttentionCall:
     length = level.shape[-1]
     q, k, v = torch.zeros(3, 1, HEADS, length, DIM, dtype=dtype)
     slope = torch.ones(1, 1, 1, requires_grad=options.pop("learned", False))
-    return lw.checked_call(q, k, v, bias=lw.LevelBias(level, level, slope), **options)
+    return checked_call(q, k, v, bias=lw.LevelBias(level, level, slope), **options)
 
 
 def test_levels_ride_only_where_nothing_is_lost():

@@ -136,7 +136,7 @@ def remote_code(folder):
         (["mine", "--heads", "x"], "heads must be numbers from 1 on"),
         (["mine", "--what", "colour"], "what must be 'bias'"),
         (["mine", "--text", ""], "must have a token at least"),
-        (["mine", "--length", "0"], "length must be a whole number, 1 or more"),
+        (["mine", "--length", "0"], "length must be a positive int"),
         (["empty"], "has neither the config.yaml of a run nor the config.json of a checkpoint"),
         (["empty/config.txt"], "has neither"),
         (["remote"], "needs code of its own.*--trust-remote-code"),

@@ -245,7 +245,7 @@ def test_the_papers_figures_stand_beside_ours(tmp_path, in_process):
         ({"encodings": ["alibo"]}, "unknown encoding 'alibo'"),
         ({"encoding_options": {"ropey": {}}}, "unknown encoding 'ropey'"),
         ({"paper": "table 9"}, "unknown table of the paper 'table 9'"),
-        ({"jobs": 0}, "jobs must be a whole number, 1 or more"),
+        ({"jobs": 0}, "jobs must be a positive int"),
         ({"preset": "giant"}, "unknown preset 'giant'"),
     ],
 )

@@ -124,7 +124,7 @@ def test_lengths_without_an_example_and_beyond_a_table_are_cells_that_say_so():
     ("arguments", "words"),
     [
         ({"name": "sing", "length": 40, "count": 1}, "unknown task 'sing'; there are 'copy'"),
-        ({"name": "copy", "length": 3, "count": 1}, "8 or more; 3 came"),
+        ({"name": "copy", "length": 3, "count": 1}, "8 or more, got 3"),
         ({"name": "copy", "length": 40, "count": 0}, "count must be"),
         ({"name": "copy", "length": 40, "count": 1, "depth": 0.5}, "of a task that has one, 'passkey' or 'recall'"),
         ({"name": "passkey", "length": 40, "count": 1, "depth": 1.5}, "depth must be from 0 to 1"),

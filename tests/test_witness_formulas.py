@@ -171,7 +171,7 @@ def test_the_way_is_summed_in_float64_however_long_it_is(name):
     x, positions = torch.randn(1, length, 21, generator=torch.Generator().manual_seed(3)), torch.arange(length)
     encoding = make(name).float()
     state = encoding.state(x)
-    got = encoding.bias(x[:, -1:], positions[-1:], positions, state).dense()[0, :, 0].detach()
+    got = encoding.bias(x[:, -1:], lw.TokenLayout.of(positions[-1:], positions), state).dense()[0, :, 0].detach()
     steps = numbers(state["step"][0])
     way = [[math.fsum(row[slot + 1 :]) for slot in range(0, length, 97)] for row in steps]
     # One rounding to float32 at the end; before it, as many to float64 as there are steps, each of the level.
@@ -180,23 +180,23 @@ def test_the_way_is_summed_in_float64_however_long_it_is(name):
     assert_same(got[:, ::97], -torch.tensor(way, dtype=torch.float64), roundings=1, scale=summed)
 
 
-def test_fire_is_a_table_within_its_threshold_and_a_function_beyond():
+def test_fire_is_a_table_within_its_threshold_and_straight_lines_beyond():
     positions = torch.arange(23)
     x = torch.zeros(1, 23, 21)
     within, at_the_end, beyond = (
-        lw.make("fire", heads=7, width=21, threshold=threshold).bias(x, positions, positions)
+        lw.make("fire", heads=7, width=21, threshold=threshold).bias(x, lw.TokenLayout.of(positions))
         for threshold in (1000.0, 22.0, 21.0)
     )
     assert isinstance(within, lw.DistanceBias)
     assert isinstance(at_the_end, lw.DistanceBias)
-    assert isinstance(beyond, lw.FunctionBias)
+    assert isinstance(beyond, lw.LineBias)
 
 
 @pytest.mark.parametrize("name", ["kerple", "kerple-power", "fire"])
 def test_positions_with_gaps_are_not_clamped_to_a_table(name):
-    gaps = torch.tensor([[0, 3, 100]])
+    gaps = torch.tensor([[0, 3, 1000]])
     encoding = make(name)
-    bias = encoding.bias(torch.zeros(1, 3, 21), gaps, gaps).dense()
-    plain = torch.arange(101)[None]
-    whole = encoding.bias(torch.zeros(1, 101, 21), plain, plain).dense()[:, :, gaps[0]][..., gaps[0]]
+    bias = encoding.bias(torch.zeros(1, 3, 21), lw.TokenLayout.of(gaps)).dense()
+    plain = torch.arange(1001)[None]
+    whole = encoding.bias(torch.zeros(1, 1001, 21), lw.TokenLayout.of(plain)).dense()[:, :, gaps[0]][..., gaps[0]]
     assert_same(bias.tril(), whole.tril(), roundings=1000, scale=whole.abs().max())

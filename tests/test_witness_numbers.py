@@ -38,7 +38,7 @@ PRINTED = 0.5e-6
 def alibi(heads, slopes, length):
     positions = torch.arange(length)
     encoding = lw.make("alibi", heads=heads, width=heads, slopes=slopes)
-    return encoding.bias(torch.zeros(1, length, heads), positions, positions).dense()[0]
+    return encoding.bias(torch.zeros(1, length, heads), lw.TokenLayout.of(positions)).dense()[0]
 
 
 @pytest.mark.parametrize(("rule", "heads"), SLOPES)
@@ -87,7 +87,8 @@ def test_t5_buckets_begin_where_they_should(causal, first_bucket, borders):
     with torch.no_grad():
         encoding.table.copy_(torch.arange(32.0)[:, None])
     query, key = torch.tensor([200]), torch.arange(401)
-    buckets = encoding.bias(torch.zeros(1, 1, 1), query, key).dense()[0, 0, 0].long().tolist()
+    layout = lw.TokenLayout.of(query, key, start=200, causal=causal)
+    buckets = encoding.bias(torch.zeros(1, 1, 1), layout).dense()[0, 0, 0].long().tolist()
     past, ahead = buckets[200::-1], buckets[200:]
     assert past[:first_bucket] == list(range(first_bucket))
     assert [past.index(first_bucket + n) for n in range(len(borders))] == borders
@@ -106,7 +107,7 @@ def test_t5_is_transformers_own(causal, queries, keys):
     with torch.no_grad():
         theirs.relative_attention_bias.weight.copy_(ours.table)
     key = torch.arange(keys)
-    got = ours.bias(torch.zeros(1, queries, 21), key[-queries:], key).dense()
+    got = ours.bias(torch.zeros(1, queries, 21), lw.TokenLayout.of(key[-queries:], key)).dense()
     assert torch.equal(got, theirs.compute_bias(queries, keys, past_seen_tokens=keys - queries))
 
 
@@ -117,7 +118,7 @@ def test_the_forgetting_transformer_is_cable_without_weights_under_softplus():
     fox, cable = make("fox", seed=1), make("cable-nw", seed=1)
     cable.step = lambda x: F.softplus(-cable.to_step(x).transpose(1, 2))
     x, positions = torch.randn(3, 23, 21, dtype=torch.float64), torch.arange(23)
-    ours, theirs = (encoding.bias(x, positions, positions).dense() for encoding in (fox, cable))
+    ours, theirs = (encoding.bias(x, lw.TokenLayout.of(positions)).dense() for encoding in (fox, cable))
     assert_same(ours, theirs, roundings=100, scale=theirs.abs().max())
 
 
@@ -129,7 +130,7 @@ def test_kerple_stays_positive_however_far_training_flings_it(name, maximize):
     optimiser = torch.optim.SGD(encoding.parameters(), lr=1e3, maximize=maximize)
     positions = torch.arange(64)
     for _ in range(5):
-        bias = encoding.bias(torch.zeros(1, 64, 21), positions, positions).dense()
+        bias = encoding.bias(torch.zeros(1, 64, 21), lw.TokenLayout.of(positions)).dense()
         assert bias.isfinite().all()
         assert (bias <= 0).all()
         assert (encoding.p > 0).all()
@@ -146,7 +147,7 @@ def test_kerple_stays_positive_when_weights_are_averaged(name):
     for model in models:
         average.update_parameters(model)
     positions = torch.arange(64)
-    bias = average.module.bias(torch.zeros(1, 64, 21), positions, positions).dense()
+    bias = average.module.bias(torch.zeros(1, 64, 21), lw.TokenLayout.of(positions)).dense()
     assert (bias.tril() <= 0).all()
     assert (average.module.p > 0).all()
     assert (average.module.a > 0).all()

@@ -8,6 +8,8 @@ import pytest
 import torch
 from witness import HEADS, SCENES, WIDTH, assert_same, dot, make, numbers
 
+import lengthwise as lw
+
 EPS32 = torch.finfo(torch.float32).eps
 
 # base ** (-2k / d) in float32: the exponent is rounded (half a unit), which the logarithm of the base, 9.3, multiplies;
@@ -30,7 +32,7 @@ def test_learned_positions_add_the_row_of_each_token(scene):
     encoding = make("learned", train_length=211)
     x = scene.tokens()[:, : scene.queries]
     weight, tokens = numbers(encoding.weight), numbers(x)
-    got = encoding.embed(x, torch.tensor(scene.query))
+    got = encoding.embed(x, lw.TokenLayout.of(torch.tensor(scene.query)))
     for b, i, c in itertools.product(*map(range, x.shape)):
         position, _ = scene.at(b, i, 0)
         assert got[b, i, c].item() == tokens[b][i][c] + weight[position][c]
@@ -47,7 +49,7 @@ def test_sinusoidal_positions_add_sine_and_cosine_in_turn(scene):
         wave = math.cos(position * frequency) if c % 2 else math.sin(position * frequency)
         expected[b, i, c] = x[b, i, c].item() + amplitude * wave
         allowed[b, i, c] = amplitude * wave_error(position, frequency)
-    got = make("sinusoidal", amplitude=amplitude).embed(x, torch.tensor(scene.query))
+    got = make("sinusoidal", amplitude=amplitude).embed(x, lw.TokenLayout.of(torch.tensor(scene.query)))
     assert_within(got, expected, allowed)
 
 
@@ -61,7 +63,7 @@ def test_rope_turns_pairs_of_channels_by_position(layout, scene):
         torch.randn(3, heads, length, dim, dtype=torch.float64, generator=generator)
         for heads, length in ((HEADS, scene.queries), (1, scene.keys))
     )
-    turned = encoding.rotate(q, k, torch.tensor(scene.query), torch.tensor(scene.key))
+    turned = encoding.rotate(q, k, lw.TokenLayout.of(torch.tensor(scene.query), torch.tensor(scene.key)))
     for before, after, of_query in ((q, turned[0], True), (k, turned[1], False)):
         expected, allowed = torch.empty_like(before), torch.empty_like(before)
         for b, h, i, pair in itertools.product(*map(range, (*before.shape[:3], dim // 2))):
@@ -87,7 +89,10 @@ def rescored(encoding, *, rows, keys, causal):
         for _ in range(2)
     )
     q = torch.randn(2, HEADS, rows, encoding.geometry.head_dim, dtype=torch.float64, generator=generator)
-    return content, bias, q, mask, encoding.rescore(content, bias, q, mask)
+    k = torch.zeros(2, HEADS, keys, encoding.geometry.head_dim, dtype=torch.float64)
+    layout = lw.layout(keys, causal=causal)
+    rescore = encoding.rescore(torch.zeros(2, keys, WIDTH, dtype=torch.float64), layout)
+    return content, bias, q, mask, rescore.scores(content, bias, q, k, mask)
 
 
 def assert_rescored(got, mask, content, bias, value):
@@ -159,6 +164,7 @@ def test_dape_hands_on_the_bias_and_the_state_of_what_it_corrects(name):
     encoding = make(name, over="cable")
     x, positions = SCENES["one new token"].tokens(), torch.arange(17)
     assert torch.equal(
-        encoding.bias(x, positions, positions).dense(), encoding.over.bias(x, positions, positions).dense()
+        encoding.bias(x, lw.TokenLayout.of(positions)).dense(),
+        encoding.over.bias(x, lw.TokenLayout.of(positions)).dense(),
     )
     assert torch.equal(encoding.state(x)["step"], encoding.over.state(x)["step"])

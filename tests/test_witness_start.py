@@ -125,7 +125,7 @@ def test_cable_starts_with_a_mean_slope_of_about_015_per_token():
     torch.manual_seed(4)
     encoding = lw.make("cable", **GPT2_SMALL)
     x, positions = torch.randn(31, 101, 768), torch.arange(101)
-    last_row = encoding.bias(x, positions, positions).dense()[:, :, -1]
+    last_row = encoding.bias(x, lw.TokenLayout.of(positions)).dense()[:, :, -1]
     slope = -(last_row[..., 0] / 100).mean().item()
     # A head's mean over tokens hardly depends on its weights, and one row's slope scatters by half of itself: the mean
     # of 12 heads and 31 rows is within 0.16 * 0.5 / sqrt(12 * 31) * 5 = 0.02 of 0.16.

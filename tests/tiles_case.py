@@ -1,20 +1,50 @@
 """Calls for the tests of row_block: every kind of bias in every situation, and what it means to agree."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lengthwise.attention import reference, row_block
-from lengthwise.attention.call import Call, checked_call
-from lengthwise.attention.row_block import few_rows, tiles
-from lengthwise.bias import Bias, DenseBias, DistanceBias, FunctionBias, LevelBias, registered_tile
+from lengthwise.attention import call as calls
+from lengthwise.attention import run
+from lengthwise.attention.call import AttentionCall, checked_call
+from lengthwise.attention.row_block import tiles
+from lengthwise.bias import (
+    Bias,
+    DenseBias,
+    DistanceBias,
+    FunctionBias,
+    LevelBias,
+    LineBias,
+    SumBias,
+    at_least_float32,
+    registered,
+    two_floats,
+)
+from lengthwise.token_layout import Band, TokenLayout
 
 HEADS, DIM, VALUE = 3, 7, 5
 Tensors = dict[str, Tensor]
+Attend = Callable[[AttentionCall], tuple[Tensor, Tensor]]
+
+
+def by_reference(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """The output and the log-sum-exp by definition."""
+    return _both(call, "reference")
+
+
+def by_row_block(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """The output and the log-sum-exp in tiles."""
+    return _both(call, "row_block")
+
+
+def _both(call: AttentionCall, backend: str) -> tuple[Tensor, Tensor]:
+    out, lse = run(replace(call, return_lse=True), backend)
+    assert lse is not None
+    return out, lse
 
 
 def cut_small(monkeypatch: pytest.MonkeyPatch, rows: int = 32, columns: int = 48) -> None:
@@ -22,10 +52,10 @@ def cut_small(monkeypatch: pytest.MonkeyPatch, rows: int = 32, columns: int = 48
     monkeypatch.setattr(tiles, "ROWS", rows)
     monkeypatch.setattr(tiles, "COLUMNS", columns)
     monkeypatch.setattr(tiles, "HEADS", 2)
-    monkeypatch.setattr(few_rows, "FEW", 0)
+    monkeypatch.setattr(calls, "FEW_QUERIES", 0)
 
 
-@registered_tile
+@registered
 def kernel_tile(rows: Any, columns: Any, query: Tensor, key: Tensor, inner: Tensor, outer: Tensor) -> Tensor:
     way = (query[..., rows, None] - key[..., None, columns]).abs().to(inner.dtype)
     x = torch.log1p(way) / torch.log1p(query[..., rows, None].clamp(min=31).to(inner.dtype))
@@ -48,8 +78,25 @@ def level(t: Tensors) -> Bias:
     return LevelBias(t["level_q"], t["level_k"], t["slope"])
 
 
+def curved_level(t: Tensors) -> Bias:
+    return LevelBias(t["level_q"], t["level_k"], t["slope"], curve="log1p_square")
+
+
+def level_in_two(t: Tensors) -> Bias:
+    (query, query_rest), (key, key_rest) = (two_floats(t[name]) for name in ("level_q", "level_k"))
+    return LevelBias(query, key, t["slope"], query_rest=query_rest, key_rest=key_rest)
+
+
 def position(t: Tensors) -> Bias:
     return LevelBias(t["query"].double()[:, None], t["key"].double()[:, None], t["slope"])
+
+
+def lines(t: Tensors) -> Bias:
+    """Straight lines that meet at the knots, as a LineBias's do."""
+    knots, slope = torch.tensor([0.5, 1.0, 1.75]).to(t["line"].dtype), at_least_float32(t["line"])
+    steps = (slope[:, :-1] - slope[:, 1:]) * knots
+    intercept = torch.cat([at_least_float32(t["intercept"]), steps], 1).cumsum(1)
+    return LineBias(DistanceBias(t["curve"], t["query"], t["key"]), t["factor"], knots, slope, intercept)
 
 
 def function(t: Tensors) -> Bias:
@@ -60,20 +107,31 @@ def dense(t: Tensors) -> Bias:
     return DenseBias(t["value"])
 
 
+def total(t: Tensors) -> Bias:
+    return SumBias((distance(t), level(t)))
+
+
 KINDS: dict[str, Callable[[Tensors], Bias | None]] = {
     "none": none,
     "strip": distance,
     "two-sided strip": two_sided,
+    "one-head strip": distance,
     "gaps": distance,
     "level": level,
     "shared level": position,
     "wild level": level,
+    "curved level": curved_level,
+    "level in two": level_in_two,
+    "lines": lines,
     "function": function,
     "dense": dense,
+    "one-head dense": dense,
+    "sum": total,
 }
 SITUATIONS = (
-    *("causal", "two-sided", "window", "two-sided window", "documents"),
-    *("padding", "everything", "few", "start", "grouped"),
+    *("causal", "two-sided", "window", "two-sided window", "documents", "documents in pieces"),
+    *("padding", "everything", "few", "start", "grouped", "mask", "mask by head", "bands", "chunks", "behind"),
+    *("sink", "softcap", "logit scale", "all options"),
 )
 
 
@@ -84,6 +142,7 @@ class Case:
     tensors: Tensors
     kind: str
     masks: dict[str, Any]
+    options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def floating(self) -> list[str]:
@@ -93,54 +152,86 @@ class Case:
     def rounded(self, dtype: torch.dtype) -> "Case":
         """The case with numbers of this precision; levels stay float64, as they always are."""
         rounded = [name for name in self.floating if not name.startswith("level")]
-        return Case(self.tensors | {name: self.tensors[name].to(dtype) for name in rounded}, self.kind, self.masks)
+        return replace(self, tensors=self.tensors | {name: self.tensors[name].to(dtype) for name in rounded})
 
-    def call(self, dtype: torch.dtype, *, grad: bool = True) -> tuple[Call, list[Tensor]]:
+    def call(self, dtype: torch.dtype, *, grad: bool = True) -> tuple[AttentionCall, list[Tensor]]:
         """The call in this precision, and everything that has a gradient."""
         own = {name: x.clone() for name, x in self.rounded(dtype).tensors.items()}
-        return self.of(own), [own[name].requires_grad_(grad) for name in self.floating]
+        learned = [own[name].requires_grad_(grad) for name in self.floating]
+        return self.of(own), learned
 
-    def of(self, tensors: Tensors) -> Call:
+    def of(self, tensors: Tensors) -> AttentionCall:
         """The call with other tensors of the same names."""
         t = tensors
-        return checked_call(t["q"], t["k"], t["v"], bias=KINDS[self.kind](t), **self.masks)
+        layout = TokenLayout.of(t["query"], t["key"], **self.masks)
+        extras = {name: t[name] for name in ("sink", "logit_scale") if name in t}
+        return checked_call(t["q"], t["k"], t["v"], layout=layout, bias=KINDS[self.kind](t), **self.options, **extras)
 
 
 def make_case(kind: str, situation: str = "causal", keys: int = 101, batch: int = 2) -> Case:
     torch.manual_seed(len(kind) + 31 * len(situation) + keys)
-    queries = max(1, keys // 3) if situation in ("few", "start") else keys
-    first = max(0, keys - queries - 2) if situation == "start" else keys - queries
+    queries = max(1, keys // 3) if situation in ("few", "start", "behind") else keys
+    first = {"start": max(0, keys - queries - 2), "behind": keys + 2}.get(situation, keys - queries)
     shared = 1 if situation == "grouped" else HEADS
     x = {
         "q": torch.randn(batch, HEADS, queries, DIM),
         "k": torch.randn(batch, shared, keys, DIM),
         "v": torch.randn(batch, shared, keys, VALUE),
     }
+    own = torch.Generator().manual_seed(len(kind) + 31 * len(situation) + keys)
+    if situation in ("sink", "all options"):
+        x["sink"] = (
+            torch.randn(batch, HEADS, queries, generator=own)
+            if situation == "all options"
+            else torch.randn(HEADS, generator=own)
+        )
+    if situation in ("logit scale", "all options"):
+        # Rows with a factor of 0 or below are as good as any.
+        x["logit_scale"] = (torch.rand(1, HEADS, queries, generator=own) * 2 - 0.3) * (
+            torch.rand(1, 1, queries, generator=own) > 0.1
+        )
     documents = (torch.rand(batch, keys) < 0.05).cumsum(1)
     padding = torch.arange(keys) >= torch.tensor([[keys // 5], [0]])[:batch]
+    holes = padding & (torch.rand(batch, keys, generator=own) < 0.9)
     masks: dict[str, dict[str, Any]] = {
         "two-sided": {"causal": False},
-        "window": {"window": 23},
-        "two-sided window": {"window": 23, "causal": False},
+        "two-sided window": {"causal": False},
         "documents": {"documents": documents},
+        "documents in pieces": {"documents": documents % 2, "key_mask": holes},
         "padding": {"key_mask": padding},
-        "everything": {"documents": documents, "key_mask": padding, "window": 30},
+        "everything": {"documents": documents, "key_mask": padding},
         "start": {"start": torch.tensor(first)},
+        "behind": {"start": first},
+        "mask": {"mask": torch.rand(batch, 1, keys, keys, generator=own) < 0.5},
+        "mask by head": {"mask": torch.rand(1, HEADS, keys, keys, generator=own) < 0.5},
+        "bands": {"key_mask": holes},
+        "chunks": {"documents": documents},
     }
-    return Case(x | of_bias(kind, batch, keys, slice(first, first + queries)), kind, masks.get(situation, {}))
+    options: dict[str, dict[str, Any]] = {
+        "window": {"window": 23},
+        "two-sided window": {"window": 23},
+        "everything": {"window": 30},
+        "bands": {"window": (Band(0, 9), Band(20, 40), Band(45, first=4))},
+        "chunks": {"window": Band(1, 4, chunk=5)},
+        "softcap": {"softcap": 1.5},
+        "all options": {"softcap": 1.5, "window": 60, "scale": 0.7},
+    }
+    of_kind = of_bias(kind, batch, keys, slice(first, first + queries))
+    return Case(x | of_kind, kind, masks.get(situation, {}), options.get(situation, {}))
 
 
 def of_bias(kind: str, batch: int, keys: int, rows: slice) -> Tensors:
-    """The tensors that a bias is made of; `rows` are the slots of the queries."""
-    queries, at = rows.stop - rows.start, torch.arange(keys)[None]
+    """The tensors that a bias is made of; `rows` are the slots of the queries, which may lie behind the keys."""
+    queries, at = rows.stop - rows.start, torch.arange(max(keys, rows.stop))[None]
     x: Tensors = {}
     if kind == "gaps":
-        at = torch.randint(1, 4, (batch, keys)).cumsum(1)
-    if kind in ("strip", "two-sided strip", "gaps"):
-        x["table"] = torch.randn(HEADS, 41)
-    elif kind == "level":
-        x["level_k"] = torch.rand(batch, HEADS, keys, dtype=torch.float64).cumsum(-1)
-        x["level_q"] = x["level_k"][..., rows] + 0.01
+        at = torch.randint(1, 4, (batch, at.shape[1])).cumsum(1)
+    if kind in ("strip", "two-sided strip", "gaps", "sum", "one-head strip"):
+        x["table"] = torch.randn(1 if kind == "one-head strip" else HEADS, 41)
+    if kind in ("level", "curved level", "level in two", "sum"):
+        levels = torch.rand(batch, HEADS, at.shape[1], dtype=torch.float64).cumsum(-1)
+        x["level_k"] = levels[..., :keys].clone()
+        x["level_q"] = levels[..., rows] + 0.01
         x["slope"] = torch.rand(batch, HEADS, queries)
     elif kind == "shared level":
         x["slope"] = torch.rand(1, HEADS, 1)
@@ -148,29 +239,71 @@ def of_bias(kind: str, batch: int, keys: int, rows: slice) -> Tensors:
         x["level_k"] = torch.randn(1, 1, keys, dtype=torch.float64)
         x["level_q"] = torch.randn(1, HEADS, queries, dtype=torch.float64)
         x["slope"] = torch.randn(batch, 1, queries)
+    elif kind == "lines":
+        x["curve"] = torch.rand(1, 61).cumsum(1) / 10
+        x["factor"], x["line"], x["intercept"] = torch.rand(1, queries), torch.randn(HEADS, 4), torch.randn(HEADS, 1)
     elif kind == "function":
         x["inner"], x["outer"] = torch.randn(11), torch.randn(11, HEADS)
-    elif kind == "dense":
-        x["value"] = torch.randn(1, HEADS, queries, keys)
-    return x | {"query": at[:, rows].clone(), "key": at}
+    elif kind in ("dense", "one-head dense"):
+        x["value"] = torch.randn(1, HEADS, queries, keys) if kind == "dense" else torch.randn(batch, 1, queries, keys)
+    return x | {"query": at[:, rows].clone(), "key": at[:, :keys].clone()}
 
 
-def results(attend: Callable[[Call], Tensor], call: Call, learned: list[Tensor], d_out: Tensor) -> list[Tensor]:
-    """The output and the gradients of everything that is learned."""
-    out = attend(call)
-    return [out.detach(), *torch.autograd.grad(out, learned, d_out.to(out.dtype))]
+def upstream(case: Case) -> tuple[Tensor, Tensor]:
+    """Gradients of the output and of the log-sum-exp."""
+    q, v = case.tensors["q"], case.tensors["v"]
+    return torch.randn(*q.shape[:3], v.shape[3]), torch.randn(q.shape[:3])
+
+
+def results(
+    attend: Attend, call: AttentionCall, learned: list[Tensor], d_out: Tensor, d_lse: Tensor | None = None
+) -> list[Tensor]:
+    """The output, the log-sum-exp and the gradients of everything that is learned."""
+    out, lse = attend(call)
+    above = [d_out.to(out.dtype), torch.zeros_like(lse) if d_lse is None else d_lse.to(lse.dtype)]
+    return [out.detach(), lse.detach(), *torch.autograd.grad([out, lse], learned, above)]
 
 
 def assert_as_exact(case: Case, dtype: torch.dtype = torch.float32) -> None:
     """Twice the error that the reference makes at this precision against float64, plus rounding."""
-    given = case.rounded(dtype)
-    q, k, v = (case.tensors[name] for name in "qkv")
-    d_out = torch.randn(*q.shape[:3], v.shape[3]).to(dtype)
-    roads = (reference.attend, torch.float64), (reference.attend, dtype), (row_block.attend, dtype)
-    exact, theirs, ours = (results(attend, *given.call(precision), d_out) for attend, precision in roads)
-    for name, truth, plain, found in zip(["out", *case.floating], exact, theirs, ours, strict=True):
-        assert found.dtype == plain.dtype
-        # A gradient that cancels to nothing was still made of numbers of the size of d_out; a slope's, times distances.
-        unit = d_out.double().norm() * (k.shape[2] if name == "slope" else 1)
+    d_out = upstream(case)[0].to(dtype)
+    keys = case.tensors["k"].shape[2]
+    for name, truth, plain, found in _on_three_roads(case, dtype, d_out, None):
+        # A gradient that cancels to nothing was still made of numbers of the size of d_out; a slope's, times distances,
+        # and a logit scale's, times scores, which a level makes as large.
+        unit = d_out.double().norm() * (keys if name in ("slope", "logit_scale") else 1)
         rounding = max(truth.norm(), unit) * torch.finfo(dtype).eps
         assert (found - truth).norm() <= 2 * (plain - truth).norm() + rounding, name
+
+
+def assert_lse_as_exact(case: Case, dtype: torch.dtype = torch.float32) -> None:
+    """The same where a gradient comes through the log-sum-exp alone.
+
+    A gradient of it is a sum of weights, all of one sign: two such sums in different order differ by about the square
+    root of their number of roundings, and each weight, 2^(score - lse), by as many as its log-sum-exp is large.
+    """
+    d_out, d_lse = upstream(case)
+    lse: Tensor | None = None
+    keys = case.tensors["k"].shape[2]
+    for name, truth, plain, found in _on_three_roads(case, dtype, torch.zeros_like(d_out), d_lse):
+        lse = truth if name == "lse" else lse
+        unit = d_lse.double().norm() * (keys if name == "slope" else 1)
+        roundings = keys**0.5 + (0 if lse is None else lse.abs().max())
+        rounding = max(truth.norm(), unit) * torch.finfo(torch.float32).eps * roundings
+        half = dtype not in (torch.float32, torch.float64) and found.dtype == dtype
+        rounding = rounding + half * torch.finfo(dtype).eps * truth.norm()
+        assert (found - truth).norm() <= 2 * (plain - truth).norm() + rounding, name
+
+
+def _on_three_roads(
+    case: Case, dtype: torch.dtype, d_out: Tensor, d_lse: Tensor | None
+) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """Every result by name: in float64, of the reference at this precision, and of row_block; 0 for minus infinity."""
+    given = case.rounded(dtype)
+    roads = (by_reference, torch.float64), (by_reference, dtype), (by_row_block, dtype)
+    exact, theirs, ours = (results(attend, *given.call(precision), d_out, d_lse) for attend, precision in roads)
+    for name, truth, plain, found in zip(["out", "lse", *case.floating], exact, theirs, ours, strict=True):
+        assert found.dtype == plain.dtype
+        assert torch.equal(found == -torch.inf, truth == -torch.inf)
+        truth, plain, found = (x.masked_fill(x == -torch.inf, 0) for x in (truth, plain, found))
+        yield name, truth, plain, found

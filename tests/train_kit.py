@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from lengthwise.folders import cache_folder
 from lengthwise.runs import Run
 from lengthwise.train import TrainConfig, train
 
 PATIENCE = 60
 """Seconds after which a process of a test says where it stands, and ends."""
+KERNELS = cache_folder().resolve() / "kernels"
 TEXT = "the reader of a long text forgets what stood at its start unless something tells how far it went"
 
 
@@ -32,6 +34,7 @@ def write_corpus(folder: Path) -> Path:
 
 def small_config(folder: Path, name: str = "run", **changes: Any) -> TrainConfig:
     """Two layers of 12 heads of 4, eleven steps of five sequences of 33 bytes, three checkpoints."""
+    share_kernel(folder / "cache")
     os.environ["LENGTHWISE_DATA"] = str(folder / "cache")
     options: dict[str, Any] = {
         "out": str(folder / name),
@@ -49,6 +52,14 @@ def small_config(folder: Path, name: str = "run", **changes: Any) -> TrainConfig
         "evaluate_tokens": 330,
     }
     return TrainConfig(**(options | changes))
+
+
+def share_kernel(cache: Path) -> None:
+    """A cache of a test's own, but for the compiled kernel, which every process would wait for."""
+    cache.mkdir(exist_ok=True)
+    if not (cache / "kernels").exists():
+        KERNELS.mkdir(parents=True, exist_ok=True)
+        (cache / "kernels").symlink_to(KERNELS)
 
 
 def numbers(run: Run) -> list[dict[str, Any]]:

@@ -4,42 +4,84 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lengthwise.attention import attend, checked_call, explain
-    from lengthwise.bias import Bias, DenseBias, DistanceBias, FunctionBias, LevelBias, LineBias, registered_tile
-    from lengthwise.encodings import ENCODINGS, Encoding, Geometry, PositionError, checked_positions, make, register
+    from lengthwise.attention import attend, explain, merge, skipping
+    from lengthwise.bias import (
+        Bias,
+        DenseBias,
+        DistanceBias,
+        FunctionBias,
+        LevelBias,
+        LineBias,
+        SumBias,
+        registered,
+    )
+    from lengthwise.encodings import ENCODINGS, Encoding, Geometry, make, register
+    from lengthwise.rescore import ContextualPositions, HeadNetwork, Rescore, ScoreFunction
+    from lengthwise.token_layout import Band, PositionError, TokenLayout, layout
 
 __version__ = "0.1.0"
 
+_HOMES = {
+    "ENCODINGS": "encodings",
+    "Band": "token_layout",
+    "Bias": "bias",
+    "ContextualPositions": "rescore",
+    "DenseBias": "bias",
+    "DistanceBias": "bias",
+    "Encoding": "encodings",
+    "FunctionBias": "bias",
+    "Geometry": "encodings",
+    "HeadNetwork": "rescore",
+    "LevelBias": "bias",
+    "LineBias": "bias",
+    "PositionError": "token_layout",
+    "Rescore": "rescore",
+    "ScoreFunction": "rescore",
+    "SumBias": "bias",
+    "TokenLayout": "token_layout",
+    "attend": "attention",
+    "explain": "attention",
+    "layout": "token_layout",
+    "make": "encodings",
+    "merge": "attention",
+    "register": "encodings",
+    "registered": "bias",
+    "skipping": "attention",
+}
+"""Where each public name lives. torch is loaded with the first one, so that `lengthwise --help` need not."""
+
 __all__ = [
     "ENCODINGS",
+    "Band",
     "Bias",
+    "ContextualPositions",
     "DenseBias",
     "DistanceBias",
     "Encoding",
     "FunctionBias",
     "Geometry",
+    "HeadNetwork",
     "LevelBias",
     "LineBias",
     "PositionError",
+    "Rescore",
+    "ScoreFunction",
+    "SumBias",
+    "TokenLayout",
     "attend",
-    "checked_call",
-    "checked_positions",
     "explain",
+    "layout",
     "make",
+    "merge",
     "register",
-    "registered_tile",
+    "registered",
+    "skipping",
 ]
-
-_ROOMS = ("encodings", "attention", "bias")
 
 
 def __getattr__(name: str) -> object:
-    """Find a public name where it lives; torch is loaded with the first one, so that `lengthwise --help` need not."""
-    if name in __all__:
-        for room in _ROOMS:
-            module = import_module(f"lengthwise.{room}")
-            if hasattr(module, name):
-                return getattr(module, name)
+    if name in _HOMES:
+        return getattr(import_module(f"lengthwise.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'lengthwise' has no attribute {name!r}")
 
 

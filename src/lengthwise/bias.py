@@ -5,40 +5,54 @@
 Filled in, a bias costs memory quadratic in length and pushes attention off every fused kernel. A Bias keeps the few
 numbers it is made of: one per distance, one per token, or a function. It is bound to one call, holds that call's
 positions or levels, and is asked for by index: row i of the queries, column j of the keys. Causality, windows,
-documents and padding are arguments of attention and never part of a bias.
+documents and padding belong to the layout and are never part of a bias.
+
+A Bias takes itself apart, into tensors and plain values by name, and is put together again from them: operators,
+files, the page and pictures all use that one description. It is a pytree.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.utils import _pytree
 
-from lengthwise.checks import came, check_broadcast, check_tensor
+from lengthwise.errors import check_broadcast, check_choice, check_tensor, describe
 
 Index = slice | Int[Tensor, " index"]
 """Some rows or columns of a bias: whatever picks from one axis of a tensor."""
 
-EVERYTHING = slice(None)
+ALL = slice(None)
 
-TILES: dict[str, Callable[..., Tensor]] = {}
-"""Tile functions by name, so that a compiled graph can name one; `registered_tile` adds to it."""
+Static = str | int | float | bool
+"""A plain value of a description; it can be written to JSON."""
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {}
+"""Functions of biases and rescores by name, so that a graph or a file can name one; `registered` adds to it."""
+
+NO_CONTEXT = nullcontext()
 
 
-def registered_tile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make a tile function known by name, which `torch.compile` and `torch.export` need. A decorator."""
-    TILES[f"{function.__module__}.{function.__qualname__}"] = function
+def registered(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function known by name, which `torch.compile`, `torch.export` and files need. A decorator."""
+    FUNCTIONS[f"{function.__module__}.{function.__qualname__}"] = function
     return function
 
 
-NOTHING = nullcontext()
+def registered_name(function: Callable[..., Any]) -> str:
+    """The name under which a function is registered, or nothing; by identity, which Dynamo can follow."""
+    for name, known in FUNCTIONS.items():
+        if known is function:
+            return name
+    return ""
 
 
-def wide(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+def at_least_float32(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """The same numbers in float32 or better: half precision cannot hold a position."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
@@ -46,10 +60,143 @@ def wide(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Full precision on x's device; nothing at all where there is no autocast: in decoding even that would be felt."""
     device = "cpu" if x.is_cpu else x.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else NOTHING
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else NO_CONTEXT
 
 
-class Bias(ABC):
+class Description:
+    """Tensors and plain values by name, and the class: what a Bias and a Rescore are made of.
+
+    A subclass is a frozen dataclass under `described`. Its fields are tensors, descriptions, tuples of either,
+    functions or plain values; names of nested ones are joined by dots: a LineBias has "curve.table".
+    """
+
+    field_defaults: ClassVar[dict[str, Any]]
+    """Its fields by name, in order, with their defaults, None where there is none; set by `described`."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything a gradient or a file needs, by name."""
+        return {name: value for name, value in _parts(self) if isinstance(value, Tensor)}
+
+    def static(self) -> dict[str, Static]:
+        """The rest by name, functions by their registered names: JSON can hold it."""
+        return {name: _named(value) if callable(value) else value for name, value in self.plain().items()}
+
+    def plain(self) -> dict[str, Any]:
+        """The same with functions as they are, which need no name."""
+        return {name: value for name, value in _parts(self) if not isinstance(value, Tensor)}
+
+    def rebuilt(self, tensors: Mapping[str, Tensor]) -> Self:
+        """The same description with other tensors under the same names."""
+        parts = dict(_parts(self)) | dict(tensors)
+        made: Self = _build(type(self), parts, "", _unchecked)
+        return made
+
+    @property
+    def sources(self) -> tuple[Tensor, ...]:
+        """The tensors that a gradient may flow to."""
+        return tuple(tensor for tensor in self.tensors().values() if tensor.is_floating_point())
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether something in it is learned."""
+        return any(source.requires_grad for source in self.sources)
+
+    def detached(self) -> Self:
+        """The same without gradients."""
+        return self.rebuilt({name: tensor.detach() for name, tensor in self.tensors().items()})
+
+
+KINDS: dict[str, type[Description]] = {}
+"""Kinds of bias and of rescore by the name of their class; `described` adds to it."""
+
+
+def described(cls: type[Any]) -> type[Any]:
+    """Register a dataclass as a Description: by name, and as a pytree. A decorator."""
+    cls.field_defaults = {part.name: None if part.default is MISSING else part.default for part in fields(cls)}
+    KINDS[cls.__name__] = cls
+
+    def flatten(x: Any) -> tuple[list[Tensor], tuple[tuple[str, Any], ...]]:
+        # Where a tensor stands is part of the structure: its name with nothing beside it.
+        parts = list(_parts(x))
+        return (
+            [value for _, value in parts if isinstance(value, Tensor)],
+            tuple((name, None if isinstance(value, Tensor) else value) for name, value in parts),
+        )
+
+    def unflatten(leaves: Any, context: tuple[tuple[str, Any], ...]) -> Any:
+        remaining = iter(leaves)
+        parts = {name: next(remaining) if value is None else value for name, value in context}
+        return _build(cls, parts, "", _unchecked)
+
+    _pytree.register_pytree_node(cls, flatten, unflatten, serialized_type_name=f"{cls.__module__}.{cls.__name__}")
+    return cls
+
+
+def rebuild(kind: str, tensors: Mapping[str, Tensor], static: Mapping[str, Static]) -> Any:
+    """A description from what `tensors()` and `static()` gave, checked: it may come from a file."""
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind {kind!r}; known: {', '.join(KINDS)}")
+    return _build(KINDS[kind], {**tensors, **static}, "", lambda cls, values: cls(**(cls.field_defaults | values)))
+
+
+def _parts(x: Description, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Tensors and plain values by name; a nested description's kind is a plain value of its own."""
+    for field_name in x.field_defaults:
+        value, name = getattr(x, field_name), prefix + field_name
+        several = isinstance(value, tuple)
+        for i, single in enumerate(value if several else (value,)):
+            path = f"{name}.{i}" if several else name
+            if isinstance(single, Description):
+                yield f"{path}.kind", type(single).__name__
+                yield from _parts(single, f"{path}.")
+            elif single is not None:
+                yield path, single
+
+
+def _build(
+    cls: type[Any], parts: Mapping[str, Any], prefix: str, make: Callable[[type[Any], dict[str, Any]], Any]
+) -> Any:
+    values: dict[str, Any] = {}
+    for field_name in cls.field_defaults:
+        name = prefix + field_name
+        if (single := _built_part(name, parts, make)) is not None:
+            values[field_name] = single
+            continue
+        several: list[Any] = []
+        while (single := _built_part(f"{name}.{len(several)}", parts, make)) is not None:
+            several.append(single)
+        if several:
+            values[field_name] = tuple(several)
+    return make(cls, values)
+
+
+def _built_part(name: str, parts: Mapping[str, Any], make: Callable[[type[Any], dict[str, Any]], Any]) -> Any:
+    if f"{name}.kind" in parts:
+        return _build(KINDS[parts[f"{name}.kind"]], parts, f"{name}.", make)
+    value = parts.get(name)
+    if name.rpartition(".")[2] == "function" and isinstance(value, str):
+        if value not in FUNCTIONS:
+            raise ValueError(f"unknown function {value!r}; import the module that registers it")
+        return FUNCTIONS[value]
+    return value
+
+
+def _unchecked(cls: type[Any], values: dict[str, Any]) -> Any:
+    """What comes out of a description that was checked needs no second check, and a pytree's leaves may be anything."""
+    made = object.__new__(cls)
+    for name, default in cls.field_defaults.items():
+        object.__setattr__(made, name, values.get(name, default))
+    return made
+
+
+def _named(function: Callable[..., Any]) -> str:
+    name = registered_name(function)
+    if not name:
+        raise ValueError(f"{function.__qualname__} has no registered name; decorate it with lw.registered")
+    return name
+
+
+class Bias(Description, ABC):
     """What is added to the scores of one call of attention."""
 
     @property
@@ -57,25 +204,38 @@ class Bias(ABC):
     def shape(self) -> tuple[int, int, int, int]:
         """(batch or 1, head or 1, query, key)."""
 
-    @property
-    @abstractmethod
-    def sources(self) -> tuple[Tensor, ...]:
-        """The tensors that a gradient may flow to."""
-
     @abstractmethod
     def tile(self, rows: Index, columns: Index) -> Float[Tensor, "#batch #head row column"]:
         """A part of the matrix, in float32 or better."""
 
     def dense(self) -> Float[Tensor, "#batch #head query key"]:
         """The whole matrix, slow and large on purpose: the definition, for tests and pictures."""
-        return self.tile(EVERYTHING, EVERYTHING)
+        return self.tile(ALL, ALL)
+
+    def positions(self) -> tuple[Tensor, Tensor] | None:
+        """The positions of queries and keys that it was made for, if it holds them."""
+        return None
 
     @property
-    def needs_grad(self) -> bool:
-        """Whether something in it is learned."""
-        return any(source.requires_grad for source in self.sources)
+    def is_compact(self) -> bool:
+        """Whether a file can hold it in less room than its matrix."""
+        return True
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether it is seen to depend on distance alone; False where it does not, or that is hard to see."""
+        return False
+
+    def first_sequence(self) -> Self:
+        """That of the first sequence alone, detached and on the CPU: for maps and files."""
+        own = {name: x.detach()[:1] if name in self._by_sequence else x.detach() for name, x in self.tensors().items()}
+        return self.rebuilt({name: x.cpu() for name, x in own.items()})
+
+    _by_sequence: ClassVar[tuple[str, ...]] = ()
+    """The tensors whose first axis is the batch."""
 
 
+@described
 @dataclass(frozen=True, eq=False)
 class DistanceBias(Bias):
     """bias[b, h, i, j] = table[h, query[b, i] - key[b, j] - first], constant beyond the table's ends.
@@ -88,18 +248,18 @@ class DistanceBias(Bias):
     key: Int[Tensor, "#batch key"]
     first: int = 0
 
+    _by_sequence: ClassVar = ("query", "key")
+
     def __post_init__(self) -> None:
-        check_tensor("table", self.table, ("head", "distance"), "floating-point", "One row a head.")
+        check_tensor("table", self.table, ("head", "distance"), "floating-point")
         for name in ("query", "key"):
             positions = getattr(self, name)
             if isinstance(positions, Tensor) and positions.ndim == 1:
                 object.__setattr__(self, name, positions[None])
-            check_tensor(name, getattr(self, name), ("batch or 1", "position"), "integer", "Use torch.arange.")
-        check_broadcast(
-            "query and key", (self.query.shape[0], self.key.shape[0]), "batch", "Give as many rows of each."
-        )
+            check_tensor(name, getattr(self, name), ("batch or 1", "position"), "integer")
+        check_broadcast("query and key", (self.query.shape[0], self.key.shape[0]), "batch")
         if self.table.shape[1] == 0:
-            raise ValueError("a DistanceBias needs at least one distance; its table has none. Give one column or more.")
+            raise ValueError("a DistanceBias's table must have at least one distance, got none")
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -107,139 +267,211 @@ class DistanceBias(Bias):
         batch = max(self.query.shape[0], self.key.shape[0])
         return batch, self.table.shape[0], self.query.shape[1], self.key.shape[1]
 
+    def positions(self) -> tuple[Tensor, Tensor]:
+        """Queries' and keys'."""
+        return self.query, self.key
+
     @property
-    def sources(self) -> tuple[Tensor, ...]:
-        """The table."""
-        return (self.table,)
+    def is_uniform(self) -> bool:
+        """Whether queries and keys stand one apart."""
+        return all(bool((x.diff() == 1).all()) for x in (self.query, self.key))
+
+    def first_sequence(self) -> Self:
+        """Without the distances at the table's end that the first sequence does not have."""
+        own = super().first_sequence()
+        if not own.query.numel() or not own.key.numel():
+            return own
+        last = max(1, int(own.query.max() - own.key.min()) - own.first + 1)
+        return own.rebuilt({"table": at_least_float32(own.table[:, :last])})
 
     def tile(self, rows: Index, columns: Index) -> Float[Tensor, "#batch head row column"]:
         """A part of the matrix, in float32 or better."""
         distance = self.query[:, rows, None] - self.key[:, None, columns]
         index = (distance - self.first).clamp(0, self.table.shape[1] - 1)
-        return wide(self.table)[:, index].transpose(0, 1)
+        return picked_columns(at_least_float32(self.table), index).transpose(0, 1)
 
 
+def picked_columns(table: Float[Tensor, "head column"], index: Int[Tensor, "*shape"]) -> Float[Tensor, "head *shape"]:
+    """table[:, index], with a gradient that is always summed in the same order, which indexing does not promise."""
+    return table.gather(1, index.reshape(1, -1).expand(table.shape[0], -1)).view(table.shape[0], *index.shape)
+
+
+Curve = Literal["linear", "log1p_square"]
+"""What becomes of a difference of levels: itself, or log(1 + difference ** 2)."""
+
+
+@described
 @dataclass(frozen=True, eq=False)
 class LevelBias(Bias):
-    """bias[b, h, i, j] = -slope[b, h, i] * abs(query_level[b, h, i] - key_level[b, h, j]).
+    """bias[b, h, i, j] = -slope[b, h, i] * curve(abs(query_level[b, h, i] - key_level[b, h, j])).
 
     Levels are float64 and their difference is taken before rounding, so that precision does not depend on how far a
-    level has climbed.
+    level has climbed. Where a device has no float64 a level is the sum of two float32, itself and its rest.
+    Where levels are running sums of steps (`of_steps`) and no gradient is wanted, they are not summed until they are
+    asked for: a decoder has the steps of thousands of tokens and needs each sum for one query.
     """
 
-    query_level: Float[Tensor, "#batch #head query"]
-    key_level: Float[Tensor, "#batch #head key"]
+    query_level: Float[Tensor, "#batch #head query"] | None
+    key_level: Float[Tensor, "#batch #head key"] | None
     slope: Float[Tensor, "#batch #head #query"]
+    curve: Curve = "linear"
+    rising: bool = False
+    """Whether no key's level is above that of a later key or query. Verified where it can be, never trusted."""
+    query_rest: Float[Tensor, "#batch #head query"] | None = None
+    key_rest: Float[Tensor, "#batch #head key"] | None = None
+    step: Float[Tensor, "#batch #head key"] | None = None
+    start: int = 0
+    """The slot of the first query among the steps."""
+    queries: int = 0
+    """How many queries there are where levels are steps."""
+
+    _by_sequence: ClassVar = ("query_level", "key_level", "slope", "query_rest", "key_rest", "step")
 
     def __post_init__(self) -> None:
-        parts = (self.query_level, self.key_level, self.slope)
-        for name, part in zip(("query_level", "key_level", "slope"), parts, strict=True):
-            check_tensor(name, part, ("batch or 1", "head or 1", "position"), "floating-point", "One number a token.")
-        batches, heads, (queries, _, slopes) = zip(*(part.shape for part in parts), strict=True)
-        for what, sizes in (("batch", batches), ("heads", heads)):
-            check_broadcast("levels and slope", sizes, what, "Make all of them from the same tokens.")
-        if slopes not in (1, queries):
-            raise ValueError(
-                f"slope must have one number a query, {queries}, or 1; {slopes} came. "
-                "Make it from the tokens of the queries."
-            )
+        check_choice("curve", self.curve, get_args(Curve))
+        if self.step is None:
+            for name in ("query_level", "key_level"):
+                self._check_level(name)
+        else:
+            check_tensor("step", self.step, ("batch or 1", "head or 1", "key"), "floating-point")
+        parts = (self.query_level, self.key_level, self.step, self.slope)
+        check_tensor("slope", self.slope, ("batch or 1", "head or 1", "query or 1"), "floating-point")
+        for axis, what in ((0, "batch"), (1, "heads")):
+            check_broadcast("levels and slope", [part.shape[axis] for part in parts if part is not None], what)
+        if self.slope.shape[2] not in (1, self.shape[2]):
+            raise ValueError(f"slope must have one number per query, {self.shape[2]}, or 1, got {self.slope.shape[2]}")
+
+    def _check_level(self, name: str) -> None:
+        level, rest = getattr(self, name), getattr(self, name.replace("level", "rest"))
+        check_tensor(name, level, ("batch or 1", "head or 1", "position"), "floating-point")
+        wanted = torch.float64 if rest is None else torch.float32
+        if level.dtype != wanted:
+            raise TypeError(f"{name} must be {wanted}, or torch.float32 with a rest beside it, got {level.dtype}")
+
+    @classmethod
+    def of_steps(
+        cls,
+        step: Float[Tensor, "batch head key"],
+        slope: Float[Tensor, "#batch #head #query"],
+        *,
+        start: int | Int[Tensor, ""],
+        queries: int,
+        curve: Curve = "linear",
+        rising: bool = False,
+    ) -> "LevelBias":
+        """Levels that are running sums of steps; those of the queries are the ones from slot `start` on."""
+        lazy = isinstance(start, int) and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if lazy and has_float64(step.device):
+            return cls(None, None, slope, curve, rising, step=step, start=int(start), queries=queries)
+        parts: list[Tensor | None] = []
+        for level in running_sums(step):
+            parts += [None, None] if level is None else [_from_slot(level, start, queries), level]
+        query_level, key_level, query_rest, key_rest = parts
+        return cls(query_level, key_level, slope, curve, rising, query_rest, key_rest)
+
+    def summed(self) -> "LevelBias":
+        """The same bias with levels, where it has steps."""
+        if self.step is None:
+            return self
+        key_level = self.step.cumsum(2, dtype=torch.float64)
+        query_level = _from_slot(key_level, self.start, self.queries)
+        return LevelBias(query_level, key_level, self.slope, self.curve, self.rising)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(batch or 1, head or 1, query, key)."""
-        parts = (self.query_level, self.key_level, self.slope)
+        if self.step is not None:
+            parts, queries, keys = [self.step, self.slope], self.queries, self.step.shape[2]
+        else:
+            assert self.query_level is not None
+            assert self.key_level is not None
+            parts = [self.query_level, self.key_level, self.slope]
+            queries, keys = self.query_level.shape[2], self.key_level.shape[2]
         batch, heads = (max(part.shape[axis] for part in parts) for axis in (0, 1))
-        return batch, heads, self.query_level.shape[2], self.key_level.shape[2]
+        return batch, heads, queries, keys
 
-    @property
-    def sources(self) -> tuple[Tensor, ...]:
-        """Levels and slopes."""
-        return self.query_level, self.key_level, self.slope
+    def difference(self, rows: Index, columns: Index) -> Float[Tensor, "#batch #head row column"]:
+        """query_level - key_level of some pairs, in the levels' own precision."""
+        if self.step is not None:
+            return self.summed().difference(rows, columns)
+        assert self.query_level is not None
+        assert self.key_level is not None
+        whole = self.query_level[..., rows, None] - self.key_level[..., None, columns]
+        if self.query_rest is None or self.key_rest is None:
+            return whole
+        return whole + (self.query_rest[..., rows, None] - self.key_rest[..., None, columns])
 
     def tile(self, rows: Index, columns: Index) -> Float[Tensor, "#batch #head row column"]:
         """A part of the matrix, in the slope's precision, float32 at least."""
-        slope = wide(self.slope).expand(-1, -1, self.query_level.shape[2])[..., rows, None]
-        way = (self.query_level[..., rows, None] - self.key_level[..., None, columns]).abs()
-        return -slope * way.to(slope.dtype)
-
-
-class StepBias(LevelBias):
-    """A LevelBias without gradients whose levels are running sums of steps, not summed until they are asked for.
-
-    A decoder has the steps of thousands of tokens and needs each sum for one query; its kernel sums as it reads.
-    """
-
-    step: Float[Tensor, "batch head key"]
-    start: int
-    """The slot of the first query among the keys."""
-    queries: int
-
-    def __init__(self, step: Tensor, slope: Tensor, start: int, queries: int) -> None:
-        vars(self).update(step=step, slope=slope, start=start, queries=queries)
+        slope = at_least_float32(self.slope).expand(-1, -1, self.shape[2])[..., rows, None]
+        difference = self.difference(rows, columns).to(slope.dtype)
+        return -slope * (difference.abs() if self.curve == "linear" else torch.log1p(difference.square()))
 
     @property
-    def queries_last(self) -> bool:
-        """Whether no key comes after the queries."""
-        return self.start + self.queries == self.step.shape[2]
+    def is_uniform(self) -> bool:
+        """Whether levels stand in even steps and slopes do not change."""
+        levels = self.summed()
+        if levels.query_level is None or levels.key_level is None or levels.query_rest is not None:
+            return False
+        steps = torch.cat([levels.query_level.diff(), levels.key_level.diff()], -1)
+        return bool((steps == steps[..., :1]).all() and (self.slope == self.slope[..., :1]).all())
 
-    @cached_property
-    def key_level(self) -> Float[Tensor, "batch head key"]:
-        """The sum of the steps up to each key."""
-        return self.step.cumsum(2, dtype=torch.float64)
-
-    @cached_property
-    def query_level(self) -> Float[Tensor, "batch head query"]:
-        """The levels of the queries' own slots."""
-        return self.key_level[:, :, self.start : self.start + self.queries]
+    def first_sequence(self) -> "LevelBias":
+        """With levels where it has steps."""
+        return super(LevelBias, self.summed()).first_sequence()
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """(batch, head, query, key)."""
-        batch, heads, keys = self.step.shape
-        return batch, heads, self.queries, keys
+    def falls(self) -> bool:
+        """Whether `rising` is declared and not true; reads the levels."""
+        levels = self.summed()
+        if not self.rising or levels.key_level is None or levels.query_level is None or levels.key_rest is not None:
+            return False
+        return bool((levels.key_level.diff() < 0).any() | (levels.query_level.diff() < 0).any())
 
 
-@dataclass(frozen=True, eq=False)
-class FunctionBias(Bias):
-    """bias[b, h, i, j] = function(rows, columns, *tensors), asked for tile by tile and never whole.
-
-    `function` is pure and lives at the top of a module. Everything that may need a gradient is in `tensors`, never
-    captured. The last axis of tensors[0] runs over the queries, that of tensors[1] over the keys. Decorated with
-    `registered_tile` it also works at full speed under torch.compile. Where it is made of straight lines, `lines` is
-    the same bias as such, for backends that are faster with it.
-    """
-
-    function: Callable[..., Float[Tensor, "#batch #head row column"]]
-    tensors: tuple[Tensor, ...]
-    lines: "LineBias | None" = None
-
-    def __post_init__(self) -> None:
-        if not callable(self.function):
-            raise TypeError(f"function must be a function of rows and columns; {came(self.function)} came. Write one.")
-        if len(self.tensors) < 2:
-            raise ValueError(
-                "a FunctionBias needs tensors[0] with queries and tensors[1] with keys along the last axis; "
-                f"so many came: {len(self.tensors)}. Put the call's positions or levels there."
-            )
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """(batch or 1, head or 1, query, key)."""
-        if self.lines is not None:
-            return self.lines.shape
-        batch, heads = self.tile(slice(0, 1), slice(0, 1)).shape[:2]
-        return batch, heads, self.tensors[0].shape[-1], self.tensors[1].shape[-1]
-
-    @property
-    def sources(self) -> tuple[Tensor, ...]:
-        """The floating-point tensors."""
-        return tuple(tensor for tensor in self.tensors if tensor.is_floating_point())
-
-    def tile(self, rows: Index, columns: Index) -> Float[Tensor, "#batch #head row column"]:
-        """A part of the matrix."""
-        return self.function(rows, columns, *self.tensors)
+def _from_slot(level: Tensor, start: int | Tensor, count: int) -> Tensor:
+    """Those of `count` slots from `start` on."""
+    if isinstance(start, Tensor):
+        return level.index_select(2, start + torch.arange(count, device=start.device))
+    return level if count == level.shape[2] else level[..., start : start + count]
 
 
+def has_float64(device: torch.device) -> bool:
+    """Whether a device can add in float64; Apple's cannot."""
+    return device.type != "mps"
+
+
+def running_sums(step: Float[Tensor, "*rest key"]) -> tuple[Tensor, Tensor | None]:
+    """The sums of the steps up to each, in float64 or, without it, as float32 and what that rounded away."""
+    if has_float64(step.device):
+        return step.cumsum(-1, dtype=torch.float64), None
+    return two_float_sums(step)
+
+
+def two_float_sums(step: Float[Tensor, "*rest key"]) -> tuple[Tensor, Tensor]:
+    """Running sums as two float32, by doubling: log(n) additions, each with what it rounds away kept beside it."""
+    high, low = step.float(), torch.zeros_like(step, dtype=torch.float32)
+    reach = 1
+    while reach < step.shape[-1]:
+        before_high = torch.nn.functional.pad(high, (reach, 0))[..., : step.shape[-1]]
+        before_low = torch.nn.functional.pad(low, (reach, 0))[..., : step.shape[-1]]
+        total = high + before_high
+        other = total - high
+        error = (high - (total - other)) + (before_high - other)
+        rest = error + low + before_low
+        high = total + rest
+        low = rest - (high - total)
+        reach *= 2
+    return high, low
+
+
+def two_floats(level: Float[Tensor, "*shape"]) -> tuple[Tensor, Tensor]:
+    """A float64 number as two float32, itself and its rest, for kernels that stay in float32."""
+    high = level.float()
+    return high, (level - high.to(level.dtype)).float()
+
+
+@described
 @dataclass(frozen=True, eq=False)
 class LineBias(Bias):
     """bias[b, h, i, j] = slope[h, n] * x + intercept[h, n] if n knots are at most x = factor[b, i] * curve[b, i, j].
@@ -255,16 +487,15 @@ class LineBias(Bias):
     slope: Float[Tensor, "head line"]
     intercept: Float[Tensor, "head line"]
 
+    _by_sequence: ClassVar = ("curve.query", "curve.key", "factor")
+
     def __post_init__(self) -> None:
-        check_tensor("factor", self.factor, ("batch or 1", self.curve.query.shape[1]), "floating-point", "One a query.")
-        check_tensor("knots", self.knots, ("knot",), "floating-point", "In rising order.")
-        lines = self.knots.shape[0] + 1
-        check_tensor("slope", self.slope, ("head", lines), "floating-point", "One more than there are knots.")
-        check_tensor("intercept", self.intercept, tuple(self.slope.shape), "floating-point", "One beside each slope.")
+        check_tensor("factor", self.factor, ("batch or 1", self.curve.query.shape[1]), "floating-point")
+        check_tensor("knots", self.knots, ("knot",), "floating-point")
+        check_tensor("slope", self.slope, ("head", self.knots.shape[0] + 1), "floating-point")
+        check_tensor("intercept", self.intercept, tuple(self.slope.shape), "floating-point")
         if self.curve.table.shape[0] != 1:
-            raise ValueError(
-                f"a LineBias's curve must have one head; it has {self.curve.table.shape[0]}. Lines tell heads apart."
-            )
+            raise ValueError(f"a LineBias's curve must have one head, got {self.curve.table.shape[0]}")
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -272,27 +503,81 @@ class LineBias(Bias):
         batch, _, queries, keys = self.curve.shape
         return max(batch, self.factor.shape[0]), self.slope.shape[0], queries, keys
 
-    @property
-    def sources(self) -> tuple[Tensor, ...]:
-        """The curve's table, the factors and the lines."""
-        return self.curve.table, self.factor, self.slope, self.intercept
+    def positions(self) -> tuple[Tensor, Tensor]:
+        """The curve's."""
+        return self.curve.positions()
 
     def tile(self, rows: Index, columns: Index) -> Float[Tensor, "#batch head row column"]:
         """A part of the matrix, in float32 or better."""
         x = self.factor[:, rows, None] * self.curve.tile(rows, columns)[:, 0]
         line = torch.bucketize(x.detach(), self.knots, right=True)
-        return (self.slope[:, line] * x + self.intercept[:, line]).transpose(0, 1)
+        return (picked_columns(self.slope, line) * x + picked_columns(self.intercept, line)).transpose(0, 1)
 
 
+@described
+@dataclass(frozen=True, eq=False)
+class FunctionBias(Bias):
+    """bias[b, h, i, j] = function(rows, columns, *arguments), asked for tile by tile and never whole.
+
+    `function` is pure and lives at the top of a module. Everything that may need a gradient is in `arguments`, never
+    captured. The last axis of arguments[0] runs over the queries, that of arguments[1] over the keys. Decorated with
+    `registered` it also works at full speed under torch.compile.
+    """
+
+    function: Callable[..., Float[Tensor, "#batch #head row column"]]
+    arguments: tuple[Tensor, ...]
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise TypeError(f"function must be a function of rows and columns, got {describe(self.function)}")
+        if len(self.arguments) < 2:
+            raise ValueError(
+                "a FunctionBias needs arguments[0] with queries and arguments[1] with keys along the last axis, got "
+                f"{len(self.arguments)} arguments"
+            )
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch or 1, head or 1, query, key)."""
+        batch, heads = self.tile(slice(0, 1), slice(0, 1)).shape[:2]
+        return batch, heads, self.arguments[0].shape[-1], self.arguments[1].shape[-1]
+
+    def tile(self, rows: Index, columns: Index) -> Float[Tensor, "#batch #head row column"]:
+        """A part of the matrix."""
+        return self.function(rows, columns, *self.arguments)
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether the function has a name that a file can hold."""
+        return bool(registered_name(self.function))
+
+    def first_sequence(self) -> Self:
+        """Arguments with as many rows as there are sequences have that of the first; a function may have others."""
+        batch = self.shape[0]
+        return self.rebuilt(
+            {
+                name: (x.detach()[:1] if batch > 1 and x.ndim > 1 and x.shape[0] == batch else x.detach()).cpu()
+                for name, x in self.tensors().items()
+            }
+        )
+
+
+@described
 @dataclass(frozen=True, eq=False)
 class DenseBias(Bias):
     """bias[b, h, i, j] = value[b, h, i, j]: the last resort, quadratic."""
 
     value: Float[Tensor, "#batch #head query key"]
 
+    _by_sequence: ClassVar = ("value",)
+
+    @property
+    def is_compact(self) -> bool:
+        """It is its matrix."""
+        return False
+
     def __post_init__(self) -> None:
-        axes = ("batch or 1", "head or 1", "query", "key")
-        check_tensor("value", self.value, axes, "floating-point", "Add an axis for what is missing.")
+        check_tensor("value", self.value, ("batch or 1", "head or 1", "query", "key"), "floating-point")
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -300,11 +585,54 @@ class DenseBias(Bias):
         batch, heads, queries, keys = self.value.shape
         return batch, heads, queries, keys
 
-    @property
-    def sources(self) -> tuple[Tensor, ...]:
-        """The matrix."""
-        return (self.value,)
-
     def tile(self, rows: Index, columns: Index) -> Float[Tensor, "#batch #head row column"]:
         """A part of the matrix, in float32 or better."""
-        return wide(self.value[:, :, rows][..., columns])
+        return at_least_float32(self.value[:, :, rows][..., columns])
+
+
+@described
+@dataclass(frozen=True, eq=False)
+class SumBias(Bias):
+    """bias[b, h, i, j] = the sum of that of all terms."""
+
+    terms: tuple[Bias, ...]
+
+    def __post_init__(self) -> None:
+        if not self.terms or not all(isinstance(term, Bias) for term in self.terms):
+            raise TypeError("a SumBias must have one Bias or more as terms")
+        shapes = [term.shape for term in self.terms]
+        for axis, what in enumerate(("batch", "heads")):
+            check_broadcast("the terms of a SumBias", [shape[axis] for shape in shapes], what)
+        if any(shape[2:] != shapes[0][2:] for shape in shapes):
+            raise ValueError(f"the terms of a SumBias must have the same queries and keys, got {shapes}")
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch or 1, head or 1, query, key)."""
+        shapes = [term.shape for term in self.terms]
+        return max(s[0] for s in shapes), max(s[1] for s in shapes), *shapes[0][2:]
+
+    def positions(self) -> tuple[Tensor, Tensor] | None:
+        """Those of the first term that has some."""
+        return next((own for term in self.terms if (own := term.positions()) is not None), None)
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether all terms are."""
+        return all(term.is_compact for term in self.terms)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all terms are."""
+        return all(term.is_uniform for term in self.terms)
+
+    def tile(self, rows: Index, columns: Index) -> Float[Tensor, "#batch #head row column"]:
+        """The sum of the terms' tiles."""
+        total = self.terms[0].tile(rows, columns)
+        for term in self.terms[1:]:
+            total = total + term.tile(rows, columns)
+        return total
+
+    def first_sequence(self) -> Self:
+        """The sum of the terms' own."""
+        return type(self)(tuple(term.first_sequence() for term in self.terms))

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_type_hints
 from jsonargparse import ActionYesNo, ArgumentParser
 
 from lengthwise import __version__
+from lengthwise.errors import UserError
 from lengthwise.train.config import FORMAT, TrainConfig
 
 
@@ -37,7 +38,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         trainer.default_config_files = config_of_run(chosen.train.out)
         chosen = parser.parse_args(argv)
     arguments = chosen[chosen.subcommand] or {}
-    print(COMMANDS[chosen.subcommand](**dict(arguments)))
+    try:
+        print(COMMANDS[chosen.subcommand](**dict(arguments)))
+    except UserError as error:
+        print(f"lengthwise {chosen.subcommand}: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def show_parser() -> ArgumentParser:
@@ -70,14 +75,14 @@ def show_parser() -> ArgumentParser:
 
 def encodings() -> str:
     """The table of encodings."""
-    from lengthwise.encodings.catalogue import table
+    from lengthwise.encodings.table import table
 
     return table()
 
 
 def info() -> str:
     """What works on this machine."""
-    from lengthwise.attention.survey import report
+    from lengthwise.attention.info import report
 
     return report()
 
@@ -126,6 +131,8 @@ def train(**options: Any) -> str:
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
         sys.exit(128 + stopped.number)
+    except UserError:
+        raise  # `main` says it
     except (ArithmeticError, ImportError, LookupError, OSError, ValueError) as error:
         sys.exit(f"lengthwise train: {error}")
     return f"{run.final} has the model"
@@ -223,6 +230,8 @@ def evaluate(
     try:
         found = measure(sources, what, device=device)
         written = found.write(Path(out)) if out is not None else []
+    except UserError:
+        raise  # `main` says it
     except (LookupError, OSError, ValueError) as error:
         sys.exit(f"lengthwise evaluate: {error}")
     return "\n".join([found.text(), *(f"wrote {path}" for path in written)])
@@ -258,6 +267,8 @@ def study(plan: bool, **options: Any) -> str:
 
         logging.basicConfig(level=logging.INFO, format="%(message)s")
         return run_study(config)
+    except UserError:
+        raise  # `main` says it
     except (LookupError, OSError, ValueError) as error:
         sys.exit(f"lengthwise study: {error}")
 

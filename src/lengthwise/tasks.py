@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from string import ascii_lowercase
 
-from lengthwise.checks import check_whole
+from lengthwise.errors import check_int
 
 LONGEST = 128
 """The longest example of a source that does not say."""
@@ -142,8 +142,8 @@ def examples(name: str, *, length: int, count: int, seed: int = 0, depth: float 
     [Example(prompt='copy:njov=', answer='njov', depth=None)]
     """
     task = find_task(name)
-    check_whole("count", count, "It counts examples.")
-    check_whole(f"the length of {name!r}", length, "It has no shorter example.", least=task.least)
+    check_int("count", count, "It counts examples.")
+    check_int(f"the length of {name!r}", length, "It has no shorter example.", least=task.least)
     if depth is not None and not (task.has_depth and 0 <= depth <= 1):
         depths = [other for other, found in TASKS.items() if found.has_depth]
         raise ValueError(
@@ -164,7 +164,7 @@ class TaskSource:
         if longest and not longest.isdecimal():
             raise ValueError(f"a task is NAME or NAME:LONGEST; {spec!r} came. Write e.g. 'copy:512'.")
         self.longest = int(longest or LONGEST)
-        check_whole(f"the length of {self.name!r}", self.longest, "It has no shorter example.", least=self.task.least)
+        check_int(f"the length of {self.name!r}", self.longest, "It has no shorter example.", least=self.task.least)
 
     def documents(self, split: str) -> Iterator[str]:
         """Prompt and answer of one example after the other."""

@@ -1,20 +1,35 @@
-"""Attention with a described bias: one door, several backends.
-
-A backend is a module with `objections(call)`, the reasons why it cannot take a call, and `attend(call)`.
-"""
+"""Attention with a described bias: one door, several backends; plan.py says what a backend is."""
 
 from types import ModuleType
+from typing import Literal, overload
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lengthwise.attention import flex, native, reference, row_block, sdpa
-from lengthwise.attention.call import Call, Rescore, checked_call
+from lengthwise.attention.call import AttentionCall, checked_call
+from lengthwise.attention.merge import merge
+from lengthwise.attention.plan import Output, Plan, Refusal
 from lengthwise.attention.reference import Explanation
+from lengthwise.attention.skipping import skipping
 from lengthwise.bias import Bias, without_autocast
+from lengthwise.rescore import Rescore
+from lengthwise.token_layout import TokenLayout, Window
 
-__all__ = ["BACKENDS", "Call", "Explanation", "attend", "checked_call", "choose", "explain", "preference"]
+__all__ = [
+    "BACKENDS",
+    "AttentionCall",
+    "Explanation",
+    "attend",
+    "checked_call",
+    "choose",
+    "explain",
+    "merge",
+    "preference",
+    "run",
+    "skipping",
+]
 
 BACKENDS: dict[str, ModuleType] = {
     "native": native,
@@ -26,100 +41,201 @@ BACKENDS: dict[str, ModuleType] = {
 """Backends by name."""
 
 
+@overload
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: TokenLayout | None = ...,
+    causal: bool = ...,
+    key_mask: Tensor | None = ...,
+    bias: Bias | None = ...,
+    rescore: Rescore | None = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    logit_scale: Tensor | None = ...,
+    sink: Tensor | None = ...,
+    backend: str = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: TokenLayout | None = ...,
+    causal: bool = ...,
+    key_mask: Tensor | None = ...,
+    bias: Bias | None = ...,
+    rescore: Rescore | None = ...,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    logit_scale: Tensor | None = ...,
+    sink: Tensor | None = ...,
+    backend: str = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
 def attend(
     q: Float[Tensor, "batch head query dim"],
     k: Float[Tensor, "batch kv_head key dim"],
     v: Float[Tensor, "batch kv_head key value"],
     *,
-    bias: Bias | None = None,
-    rescore: Rescore | None = None,
+    layout: TokenLayout | None = None,
     causal: bool = True,
     key_mask: Bool[Tensor, "#batch key"] | None = None,
-    documents: Int[Tensor, "#batch key"] | None = None,
-    window: int | None = None,
+    bias: Bias | None = None,
+    rescore: Rescore | None = None,
+    window: Window | None = None,
     scale: float | None = None,
-    start: int | Int[Tensor, ""] | None = None,
+    softcap: float | None = None,
+    logit_scale: Float[Tensor, "#batch #head query"] | None = None,
+    sink: Float[Tensor, " head"] | Float[Tensor, "#batch head #query"] | None = None,
+    return_lse: bool = False,
     backend: str = "auto",
-) -> Float[Tensor, "batch head query value"]:
-    """softmax(scale q k^T + bias) v over the keys that each query may see; zeros where it may see none.
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale q k^T + bias) v over the keys that each query may see; zeros where it sees none.
 
-    Order in the tensors decides causality: key j stands in slot j, query i in slot start + i. With no `start` the
-    queries are the last slots; a cache with room behind the newest key gives it.
-
-    key_mask   True for keys that may be seen, False for padding
-    documents  a number per key; only keys of the query's own document are seen
-    window     how many slots back a query sees, itself included (and as many ahead where not causal)
-    scale      1 / sqrt(dim) if not given
-    rescore    `encoding.rescore`, for encodings that replace the scores
-    backend    a name in BACKENDS, which is used or raises, never replaced; or "auto", see `choose`
+    layout       where the tokens stand, see `lw.layout`; without one the queries are the last keys, and
+    causal       says whether they see later keys,
+    key_mask     is True for keys, False for padding
+    bias         `encoding.bias(x, layout)`: described, added to the scores
+    rescore      `encoding.rescore(x, layout)`, for encodings that replace the scores
+    window       how many slots back a query sees, itself included (and as many ahead where not causal); or a `Band`,
+                 or a tuple of them, which are joined
+    scale        1 / sqrt(dim) if not given
+    softcap      content becomes softcap tanh(content / softcap), before the bias is added
+    logit_scale  (batch or 1, head or 1, query): a factor on the scores of each row, bias included
+    sink         (head,) or (batch or 1, head, query or 1): a logit that takes weight and gives no value; never scaled
+    return_lse   also give the log of each row's denominator, (batch, head, query), which `lw.merge` takes
+    backend      a name in BACKENDS, which is used or raises, never replaced; or "auto", see `preference`
     """
     call = checked_call(
         q,
         k,
         v,
-        bias=bias,
-        rescore=rescore,
+        layout=layout,
         causal=causal,
         key_mask=key_mask,
-        documents=documents,
+        bias=bias,
+        rescore=rescore,
         window=window,
         scale=scale,
-        start=start,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        sink=sink,
+        return_lse=return_lse,
     )
-    module = BACKENDS[choose(call, backend)]
-    with without_autocast(q):
-        return module.attend(call)
+    out, lse = run(call, backend)
+    if not return_lse:
+        return out
+    assert lse is not None
+    return out, lse
 
 
-def explain(call: Call) -> Explanation:
-    """The output by the reference, with content, bias, scores and weights beside it, all of them quadratic.
+def explain(
+    q: Float[Tensor, "batch head query dim"],
+    k: Float[Tensor, "batch kv_head key dim"],
+    v: Float[Tensor, "batch kv_head key value"],
+    *,
+    layout: TokenLayout | None = None,
+    causal: bool = True,
+    key_mask: Bool[Tensor, "#batch key"] | None = None,
+    bias: Bias | None = None,
+    rescore: Rescore | None = None,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    logit_scale: Float[Tensor, "#batch #head query"] | None = None,
+    sink: Float[Tensor, " head"] | Float[Tensor, "#batch head #query"] | None = None,
+    matrices: bool = True,
+) -> Explanation:
+    """What `attend` computes on the way, by the reference: statistics of every row, and the matrices, quadratic.
+
+    Without `matrices` memory is linear in length: the output, log-sum-exp, entropy, largest score and sink's weight of
+    every row alone.
 
     >>> q = torch.ones(1, 1, 2, 4)
-    >>> explain(checked_call(q, q, q)).weights[0, 0]
+    >>> explain(q, q, q).weights[0, 0]
     tensor([[1.0000, 0.0000],
             [0.5000, 0.5000]])
     """
-    choose(call, "reference")
+    call = checked_call(
+        q,
+        k,
+        v,
+        layout=layout,
+        causal=causal,
+        key_mask=key_mask,
+        bias=bias,
+        rescore=rescore,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        sink=sink,
+    )
+    if matrices:
+        choose(call, "reference")
+    with without_autocast(q):
+        return reference.explain(call, matrices=matrices)
+
+
+def run(call: AttentionCall, backend: str = "auto") -> Output:
+    """The output and the log-sum-exp of a checked call."""
+    name, plan = choose(call, backend)
     with without_autocast(call.q):
-        return reference.explain(call)
+        output: Output = BACKENDS[name].run(call, plan)
+        return output
 
 
-def choose(call: Call, backend: str = "auto") -> str:
-    """The name of the backend that will take the call, or an error with the call and every objection."""
+def choose(call: AttentionCall, backend: str = "auto") -> tuple[str, Plan]:
+    """The backend that will take the call and its plan, or an error with the call and every reason against it."""
     if backend != "auto" and (not isinstance(backend, str) or backend not in BACKENDS):
-        known = ", ".join(map(repr, BACKENDS))
-        raise ValueError(f"unknown backend {backend!r}; there are {known} and 'auto'. Leave it out for 'auto'.")
+        raise ValueError(f"unknown backend {backend!r}; known: {', '.join(map(repr, BACKENDS))} and 'auto'")
     names = preference(call) if backend == "auto" else (backend,)
+    refusals: dict[str, Refusal] = {}
     for name in names:
-        if not BACKENDS[name].objections(call):
-            return name
-    raise NotImplementedError(_refusal(call, names))
+        plan = BACKENDS[name].plan(call)
+        if not isinstance(plan, Refusal):
+            return name, plan
+        refusals[name] = plan
+    raise NotImplementedError(_refusal(call, refusals))
 
 
-def preference(call: Call) -> tuple[str, ...]:
+def preference(call: AttentionCall) -> tuple[str, ...]:
     """The order in which "auto" asks the backends, by what benchmarks/attention.py measured on a CPU.
 
     | call                                      | first                                                     |
     |-------------------------------------------|-----------------------------------------------------------|
     | a few queries, no gradients (decoding)    | native, which reads the cache once and where it lies      |
-    | no bias, no mask but causality            | native in float32, else sdpa                              |
+    | nothing but causality and q.k             | native in float32, else sdpa                              |
     | a device other than the CPU (untested)    | sdpa without a bias, else flex, which compiles it         |
     | everything else                           | native where it can, then row_block                       |
     """
-    if native.few_rows.suits(call):
+    on_cpu = call.q.device.type == "cpu"
+    if call.is_decoding and on_cpu:
         return ("native", "row_block", "sdpa", "reference")
-    if call.bias is None and call.rescore is None and sdpa.fused(call):
-        return ("native", "sdpa", *BACKENDS) if call.dtype == torch.float32 else ("sdpa", *BACKENDS)
-    if call.q.device.type != "cpu":
+    if call.is_bare and not call.return_lse and sdpa.is_fused(call):
+        return ("native", "sdpa", *BACKENDS) if call.dtype == torch.float32 and on_cpu else ("sdpa", *BACKENDS)
+    if not on_cpu:
         return ("flex", *BACKENDS)
     return ("native", "row_block", "reference", "sdpa")
 
 
-def _refusal(call: Call, names: tuple[str, ...]) -> str:
-    who = f"backend {names[0]!r}" if len(names) == 1 else "no backend"
-    lines = [f"{who} {'cannot' if len(names) == 1 else 'can'} take this call.", call.describe()]
-    lines += [f"  {name}: {objection}" for name in names for objection in BACKENDS[name].objections(call)]
-    free = [name for name, module in BACKENDS.items() if not module.objections(call)]
-    verb = "has" if len(free) == 1 else "have"
-    lines.append(f'  Use backend={" or ".join(map(repr, free))}, which {verb} no objection, or "auto".')
+def _refusal(call: AttentionCall, refusals: dict[str, Refusal]) -> str:
+    only = next(iter(refusals)) if len(refusals) == 1 else None
+    lines = [f"backend {only!r} cannot take this call" if only else "no backend can take this call", call.describe()]
+    lines += [f"  {name}: {reason}" for name, refusal in refusals.items() for reason in refusal.reasons]
+    others = [name for name in BACKENDS if name not in refusals]
+    able = [name for name in others if not isinstance(BACKENDS[name].plan(call), Refusal)]
+    if able:
+        lines.append(f"  backend={' or '.join(map(repr, able))} can take it")
     return "\n".join(lines)

@@ -1,44 +1,60 @@
 """One call of attention, checked once at the door: what every backend is given and may rely on."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lengthwise.bias import Bias, FunctionBias
-from lengthwise.checks import Kind, came, check_flag, check_whole, kind_of
+from lengthwise.attention.skipping import is_skipping
+from lengthwise.attention.visibility import Visibility
+from lengthwise.bias import Bias, DistanceBias, LevelBias
+from lengthwise.errors import check_flag, check_int, describe
+from lengthwise.rescore import Rescore
+from lengthwise.token_layout import Band, TokenLayout, Window, check_per_key
 
-Rescore = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""rescore(content, bias, q, mask) -> scores, for a block of whole rows of all heads; see `Encoding.rescore`."""
+FEW_QUERIES = 4
+"""Up to so many queries without gradients are decoding: keys and values are best read once, where they lie."""
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
-    """The arguments of `lw.attend`. Query i stands in slot `start + i`, key j in slot j; a mask is True for "may"."""
+class AttentionCall:
+    """The arguments of `lw.attend`.
+
+    content = softcap tanh(scale q.k / softcap)
+    scores  = logit_scale (content + bias, or what the rescore makes of both)
+    """
 
     q: Float[Tensor, "batch head query dim"]
     k: Float[Tensor, "batch kv_head key dim"]
     v: Float[Tensor, "batch kv_head key value"]
+    visibility: Visibility
     bias: Bias | None
     rescore: Rescore | None
-    causal: bool
-    key_mask: Bool[Tensor, "#batch key"] | None
-    documents: Int[Tensor, "#batch key"] | None
-    window: int | None
     scale: float
-    start: int | Int[Tensor, ""]
+    softcap: float | None
+    logit_scale: Float[Tensor, "#batch #head query"] | None
+    sink: Float[Tensor, "#batch head #query"] | None
+    return_lse: bool
+    skip: bool
+    """Whether keys that provably cannot matter may be left out."""
+
+    @property
+    def layout(self) -> TokenLayout:
+        """Where the tokens stand."""
+        return self.visibility.layout
 
     @property
     def batch(self) -> int:
-        """How many sequences."""
+        """The number of sequences."""
         return self.q.shape[0]
 
     @property
     def heads(self) -> int:
-        """How many heads the queries have."""
+        """The number of heads of the queries."""
         return self.q.shape[1]
 
     @property
@@ -48,12 +64,12 @@ class Call:
 
     @property
     def queries(self) -> int:
-        """How many queries."""
+        """The number of queries."""
         return self.q.shape[2]
 
     @property
     def keys(self) -> int:
-        """How many keys."""
+        """The number of keys."""
         return self.k.shape[2]
 
     @property
@@ -61,81 +77,54 @@ class Call:
         """The dtype of queries, keys, values and output; inside, everything is float32 or better."""
         return self.q.dtype
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor by name but the layout's: "q", "sink", "bias.table"."""
+        own = {name: getattr(self, name) for name in ("q", "k", "v", "logit_scale", "sink")}
+        for what, part in (("bias", self.bias), ("rescore", self.rescore)):
+            if part is not None:
+                own |= {f"{what}.{name}": tensor for name, tensor in part.tensors().items()}
+        return {name: tensor for name, tensor in own.items() if tensor is not None}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> "AttentionCall":
+        """The same call with other tensors under some of these names."""
+        own: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if "." not in name}
+        for what, part in (("bias", self.bias), ("rescore", self.rescore)):
+            of_part = {name: x for name, x in tensors.items() if name.startswith(f"{what}.")}
+            if part is not None and of_part:
+                own[what] = part.rebuilt({name.partition(".")[2]: x for name, x in of_part.items()})
+        return replace(self, **own)
+
+    @property
+    def sources(self) -> tuple[Tensor, ...]:
+        """Every tensor that a gradient may flow to."""
+        described = (self.bias, self.rescore)
+        tensors = [self.q, self.k, self.v, *(x for x in (self.logit_scale, self.sink) if x is not None)]
+        return (*tensors, *(source for part in described if part is not None for source in part.sources))
+
     @property
     def needs_grad(self) -> bool:
         """Whether a backward pass may follow."""
-        if not torch.is_grad_enabled():
+        return torch.is_grad_enabled() and any(source.requires_grad for source in self.sources)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether there are so few queries, and no gradients, that reading the keys is nearly all of the work."""
+        if torch.compiler.is_compiling():  # a graph of any length must not depend on it
             return False
-        tensors = (self.q, self.k, self.v, *(self.bias.sources if self.bias else ()))
-        return any(t.requires_grad for t in tensors) or self.rescore is not None
+        return self.queries <= FEW_QUERIES and not self.needs_grad
 
     @property
-    def is_plain(self) -> bool:
-        """Whether order in the tensor is all that forbids: no padding, documents or window, queries last."""
-        masks = (self.key_mask, self.documents, self.window)
-        return all(mask is None for mask in masks) and self.queries_last
+    def is_bare(self) -> bool:
+        """Whether nothing but q.k makes the scores and the softmax."""
+        return all(x is None for x in (self.bias, self.rescore, self.softcap, self.logit_scale, self.sink))
 
-    @property
-    def queries_last(self) -> bool:
-        """Whether the queries are known to be the last slots."""
-        return isinstance(self.start, int) and self.start == self.keys - self.queries
-
-    @property
-    def forbids(self) -> bool:
-        """Whether any query may be barred from any key."""
-        return not self.is_plain or (self.causal and self.queries > 1)
-
-    def query_slots(self, rows: slice = slice(None)) -> Int[Tensor, " row"]:
-        """The slots of some queries."""
-        return self.start + torch.arange(self.queries, device=self.q.device)[rows]
-
-    def mask(self, rows: slice = slice(None), columns: slice = slice(None)) -> Bool[Tensor, "#batch 1 row column"]:
-        """True where a query may meet a key: order, window, documents and padding together."""
-        query = self.query_slots(rows)[:, None]
-        key = torch.arange(self.keys, device=self.q.device)[columns]
-        may = torch.ones(1, query.shape[0], key.shape[0], dtype=torch.bool, device=self.q.device)
-        if self.causal:
-            may = may & (key <= query)
-        if self.window is not None:
-            may = may & (query - key < self.window) & (key - query < self.window)
-        if self.documents is not None:
-            of_query = self.documents[:, self.query_slots(rows)]
-            may = may & (of_query[:, :, None] == self.documents[:, None, columns])
-        if self.key_mask is not None:
-            may = may & self.key_mask[:, None, columns]
-        return may[:, None]
-
-    @property
-    def is_seen_finite(self) -> bool:
-        """Whether a look shows keys and values to be finite; False where nobody can look, as in a compiled graph.
-
-        A sum shows whatever is not; one that overflows without it only takes the longer way.
-        """
-        if torch.compiler.is_compiling() or self.q.device.type != "cpu":
-            return False
-        with torch.no_grad():
-            return bool((self.k.sum(dtype=torch.float32) + self.v.sum(dtype=torch.float32)).isfinite())
-
-    def contained(self) -> tuple["Call", Float[Tensor, "batch head query 1"]]:
-        """The call with finite keys and values, and a taint to add to its output.
-
-        In a product a weight of 0 does not stop an infinity. So what is not finite is taken out of keys and values,
-        and the rows that may see it become NaN by the taint, which is 0 in all others.
-        """
-        tainted = ~(self.k.isfinite().all(-1) & self.v.isfinite().all(-1))
-        if self.is_plain and self.causal:
-            seen = tainted.cumsum(-1)[..., self.keys - self.queries :] > 0
-        else:
-            seen = (self.mask() & tainted[:, :, None]).any(-1)
-        taint = torch.zeros_like(seen, dtype=self.dtype).masked_fill(seen, torch.nan)
-        clean = replace(self, k=_finite(self.k), v=_finite(self.v))
-        return clean, taint.repeat_interleave(self.group, 1).unsqueeze(-1)
-
-    def in_lines(self) -> "Call":
-        """The call with a function that is made of straight lines as such."""
-        if isinstance(self.bias, FunctionBias) and self.bias.lines is not None:
-            return replace(self, bias=self.bias.lines)
-        return self
+    def slot_offsets(self, bias: DistanceBias) -> tuple[int, ...] | None:
+        """`Facts.offsets` of the positions that a bias holds, which may be other than the layout's."""
+        layout = self.layout
+        if layout.facts is not None and bias.query is layout.query and bias.key is layout.key:
+            return layout.facts.offsets
+        own = replace(layout, query=bias.query, key=bias.key, facts=None).with_facts()
+        return None if own.facts is None else own.facts.offsets
 
     def describe(self) -> str:
         """The call in words, for errors."""
@@ -143,12 +132,17 @@ class Call:
         if self.bias is not None:
             lines.append(f"    bias     {type(self.bias).__name__}{', needs a gradient' * self.bias.needs_grad}")
         if self.rescore is not None:
-            lines.append("    rescore  " + getattr(self.rescore, "__qualname__", type(self.rescore).__name__))
-        said = ["causal"] * self.causal
-        said += [name for name in ("key_mask", "documents") if getattr(self, name) is not None]
-        said += [f"window={self.window}"] * (self.window is not None)
-        lines.append("    masks    " + (", ".join(said) or "none"))
-        return "\n".join(lines)
+            lines.append(f"    rescore  {type(self.rescore).__name__}")
+        layout, visibility = self.layout, self.visibility
+        masks = ["causal"] * visibility.is_causal
+        masks += [name for name in ("key_mask", "mask") if getattr(layout, name) is not None]
+        masks += ["documents"] * (layout.key_documents is not None)
+        masks += [f"window={visibility.window}"] * (visibility.window is not None) + [str(b) for b in visibility.bands]
+        lines.append("    masks    " + (", ".join(masks) or "none"))
+        extras = [] if self.softcap is None else [f"softcap={self.softcap:g}"]
+        extras += [name for name in ("logit_scale", "sink") if getattr(self, name) is not None]
+        extras += ["return_lse"] * self.return_lse
+        return "\n".join(lines + [f"    with     {', '.join(extras)}"] * bool(extras))
 
 
 def checked_call(
@@ -156,120 +150,169 @@ def checked_call(
     k: Float[Tensor, "batch kv_head key dim"],
     v: Float[Tensor, "batch kv_head key value"],
     *,
-    bias: Bias | None = None,
-    rescore: Rescore | None = None,
+    layout: TokenLayout | None = None,
     causal: bool = True,
     key_mask: Bool[Tensor, "#batch key"] | None = None,
-    documents: Int[Tensor, "#batch key"] | None = None,
-    window: int | None = None,
+    bias: Bias | None = None,
+    rescore: Rescore | None = None,
+    window: Window | None = None,
     scale: float | None = None,
-    start: int | Int[Tensor, ""] | None = None,
-) -> Call:
-    """The call from the arguments of `attend`, or an error that says what must hold, what came and what to do."""
+    softcap: float | None = None,
+    logit_scale: Float[Tensor, "#batch #head query"] | None = None,
+    sink: Float[Tensor, " head"] | Float[Tensor, "#batch head #query"] | None = None,
+    return_lse: bool = False,
+) -> AttentionCall:
+    """The call from the arguments of `attend`, or an error that says what was expected and what was got."""
     _check_tensors(q, k, v)
     batch, heads, queries, dim = q.shape
     keys = k.shape[2]
-    check_flag("causal", causal, "False is for two-sided attention.")
-    _check_mask("key_mask", key_mask, "bool", batch, keys)
-    _check_mask("documents", documents, "integer", batch, keys)
-    if window is not None:
-        check_whole("window", window, "It counts keys; leave it out for none.")
-    real = isinstance(scale, int | float) and not isinstance(scale, bool) and math.isfinite(scale)
-    if scale is not None and not real:
-        raise TypeError(f"scale must be a finite number; {came(scale)} came. Leave it out for 1 / sqrt(dim).")
+    check_flag("causal", causal)
+    check_flag("return_lse", return_lse)
+    if layout is None:
+        layout = _bare_layout(q.device, queries, keys, causal, key_mask, windowed=window is not None)
+    elif key_mask is not None or not causal:
+        raise ValueError("a layout has its own key_mask and causal, got them beside it; give them to lw.layout")
+    _check_layout(layout, batch, queries, keys)
     if bias is not None:
-        _check_bias(bias, (batch, heads, queries, keys))
-    if rescore is not None and (not callable(rescore) or isinstance(rescore, torch.nn.Module)):
-        raise TypeError(f"rescore must be a function; {came(rescore)} came. Pass `encoding.rescore`.")
-    if start is not None:
-        _check_start(start, queries, keys)
-    elif queries > keys and (causal or window is not None or documents is not None):
-        raise ValueError(
-            f"queries are the last slots among the keys, so there are at most as many; {queries} queries and {keys} "
-            "keys came. For attention across two sequences set causal=False and leave out window and documents."
+        _check_bias(bias, (batch, heads, queries, keys), layout)
+    if rescore is not None and not isinstance(rescore, Rescore):
+        raise TypeError(
+            f"rescore must be a described Rescore, got {describe(rescore)}; use encoding.rescore(x, layout)"
         )
-    return Call(
+    for name, value in (("scale", scale), ("softcap", softcap)):
+        real = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if value is not None and (not real or (name == "softcap" and value <= 0)):
+            kind = "a finite number" if name == "scale" else "a finite number above 0"
+            raise TypeError(f"{name} must be {kind}, got {describe(value)}")
+    slots, bands = _checked_window(window)
+    return AttentionCall(
         q=q,
         k=k,
         v=v,
+        visibility=Visibility(layout, slots, bands),
         bias=bias,
         rescore=rescore,
-        causal=causal,
-        key_mask=key_mask,
-        documents=documents,
-        window=window,
         scale=dim**-0.5 if scale is None else float(scale),
-        start=keys - queries if start is None else start,
+        softcap=None if softcap is None else float(softcap),
+        logit_scale=None if logit_scale is None else _checked_logit_scale(logit_scale, (batch, heads, queries)),
+        sink=None if sink is None else _checked_sink(sink, (batch, heads, queries)),
+        return_lse=return_lse,
+        skip=is_skipping(),
     )
+
+
+def _bare_layout(
+    device: torch.device, queries: int, keys: int, causal: bool, key_mask: Tensor | None, *, windowed: bool
+) -> TokenLayout:
+    """The queries are the last keys; positions are for a bias, which has its own."""
+    start = keys - queries
+    if start < 0 and (causal or windowed):
+        raise ValueError(
+            f"the queries are the last keys, so there can be at most {keys} of them, got {queries}; for attention "
+            "across two sequences use causal=False and no window"
+        )
+    check_per_key("key_mask", key_mask, "bool", keys)
+    key = torch.arange(keys, device=device)[None]
+    query = key[:, start:] if start >= 0 else torch.arange(queries, device=device)[None]
+    own = None if key_mask is None or start < 0 else key_mask[:, start:]
+    return TokenLayout(query, key, query_start=start, query_mask=own, key_mask=key_mask, causal=causal)
+
+
+def _checked_window(window: Window | None) -> tuple[int | None, tuple[Band, ...]]:
+    if window is None:
+        return None, ()
+    if isinstance(window, Band):
+        return None, (window,)
+    if isinstance(window, tuple):
+        if not window or not all(isinstance(band, Band) for band in window):
+            raise TypeError("window must be an int, a Band or a tuple of Bands, got a tuple of something else")
+        return None, window
+    check_int("window", window)
+    return window, ()
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor; {came(tensor)} came. Use torch.tensor.")
+            raise TypeError(f"{name} must be a tensor, got {describe(tensor)}")
         if tensor.ndim != 4:
-            raise ValueError(
-                f"{name} must be (batch, head, position, dim); its shape is {tuple(tensor.shape)}. Add or drop an axis."
-            )
+            raise ValueError(f"{name} must be (batch, head, position, dim), got shape {tuple(tensor.shape)}")
         if not tensor.is_floating_point():
-            raise TypeError(f"{name} must be floating-point; it is {tensor.dtype}. Convert it before the call.")
+            raise TypeError(f"{name} must be floating-point, got {tensor.dtype}")
         if tensor.dtype != q.dtype or tensor.device != q.device:
             raise TypeError(
-                f"q, k and v must share dtype and device; q is {q.dtype} on {q.device}, {name} is {tensor.dtype} on "
-                f"{tensor.device}. Convert one of them."
+                f"q, k and v must share dtype and device, got q {q.dtype} on {q.device} and {name} {tensor.dtype} on "
+                f"{tensor.device}"
             )
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or k.shape[:3] != v.shape[:3]:
         raise ValueError(
-            "q and k must agree in batch and dim, k and v in batch, head and position; shapes are "
-            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}. The layout is (batch, head, position, dim)."
+            "q and k must agree in batch and dim, k and v in batch, head and position; got shapes "
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         )
     if 0 in (q.shape[1], q.shape[3], k.shape[1]) or q.shape[1] % k.shape[1]:
         raise ValueError(
-            f"the heads of q must be a multiple of those of k, and none of them or of dim zero; q has {q.shape[1]} "
-            f"heads of {q.shape[3]}, k has {k.shape[1]}. Repeat or drop heads."
+            f"the heads of q must be a multiple of those of k, and neither they nor dim 0, got {q.shape[1]} heads of "
+            f"{q.shape[3]} in q and {k.shape[1]} in k"
         )
 
 
-def _check_mask(name: str, mask: Tensor | None, kind: Kind, batch: int, keys: int) -> None:
-    if mask is None:
-        return
-    if not isinstance(mask, Tensor) or kind_of(mask) != kind:
-        wanted = "bool, True for keys that may be seen" if kind == "bool" else "integer"
-        raise TypeError(f"{name} must be {wanted}; {came(mask)} came. Convert it before the call.")
-    if mask.ndim != 2 or mask.shape[0] not in (1, batch) or mask.shape[1] != keys:
+def _check_layout(layout: TokenLayout, batch: int, queries: int, keys: int) -> None:
+    if not isinstance(layout, TokenLayout):
+        raise TypeError(f"layout must be a TokenLayout, got {describe(layout)}; make one with lw.layout")
+    if layout.query_count != queries or layout.key_count != keys:
         raise ValueError(
-            f"{name} must be (batch or 1, key) = ({batch}, {keys}); its shape is {tuple(mask.shape)}. "
-            "Give one entry per key, old and new."
+            f"the layout must be that of {queries} queries and {keys} keys, got one of {layout.query_count} and "
+            f"{layout.key_count}"
         )
+    if layout.batch not in (1, batch):
+        raise ValueError(f"the layout must be of {batch} sequences, or of 1 for all, got {layout.batch}")
 
 
-def _check_start(start: object, queries: int, keys: int) -> None:
-    if isinstance(start, Tensor):
-        good = start.ndim == 0 and kind_of(start) == "integer"
-    else:
-        good = isinstance(start, int) and not isinstance(start, bool) and 0 <= start <= keys - queries
-    if not good:
-        raise ValueError(
-            f"start must be the slot of the first of {queries} queries among {keys} keys, a whole number or a tensor "
-            f"without axes; {came(start)} came. Leave it out where the queries are the last slots."
-        )
-
-
-def _check_bias(bias: Bias, wanted: tuple[int, int, int, int]) -> None:
+def _check_bias(bias: Bias, wanted: tuple[int, int, int, int], layout: TokenLayout) -> None:
     if isinstance(bias, Tensor):
-        raise TypeError("bias must be a described Bias; a Tensor came. Wrap it: DenseBias(tensor).")
+        raise TypeError("bias must be a described Bias, got a Tensor; wrap it: DenseBias(tensor)")
     if not isinstance(bias, Bias):
-        raise TypeError(f"bias must be a Bias; {came(bias)} came. Use encoding.bias(x, query, key).")
+        raise TypeError(f"bias must be a Bias, got {describe(bias)}; use encoding.bias(x, layout)")
     shape = bias.shape
     if shape[0] not in (1, wanted[0]) or shape[1] not in (1, wanted[1]) or shape[2:] != wanted[2:]:
+        raise ValueError(f"the bias must fit (batch, head, query, key) = {wanted}, got {shape}; make it of this layout")
+    if torch.compiler.is_compiling() or layout.query.device.type != "cpu":
+        return
+    # The facts of a layout that was made by hand are not known: then a bias may hold other positions.
+    positions = bias.positions() if layout.facts is not None else None
+    if positions is not None and not all(map(_same_positions, positions, (layout.query, layout.key))):
+        raise ValueError("the bias must be of this layout, got one that was made for another: its positions differ")
+    if isinstance(bias, LevelBias) and bias.rising and wanted[2] > FEW_QUERIES and bias.falls:
+        raise ValueError("a LevelBias that declares rising must not fall, got levels that do")
+
+
+def _same_positions(held: Tensor, own: Tensor) -> bool:
+    return held is own or (held.shape[1:] == own.shape[1:] and bool((held == own).all()))
+
+
+def _checked_logit_scale(logit_scale: object, wanted: tuple[int, int, int]) -> Tensor:
+    batch, heads, queries = wanted
+    if not isinstance(logit_scale, Tensor) or not logit_scale.is_floating_point():
+        raise TypeError(f"logit_scale must be a floating-point tensor, got {describe(logit_scale)}")
+    shape = tuple(logit_scale.shape)
+    if len(shape) != 3 or shape[0] not in (1, batch) or shape[1] not in (1, heads) or shape[2] not in (1, queries):
+        raise ValueError(f"logit_scale must be (batch or 1, head or 1, query or 1) of {wanted}, got shape {shape}")
+    return logit_scale.expand(-1, -1, queries)
+
+
+def _checked_sink(sink: object, wanted: tuple[int, int, int]) -> Tensor:
+    batch, heads, queries = wanted
+    if not isinstance(sink, Tensor) or not sink.is_floating_point():
+        raise TypeError(f"sink must be a floating-point tensor, got {describe(sink)}")
+    shape = tuple(sink.shape)
+    fits = shape == (heads,) or (
+        len(shape) == 3 and shape[0] in (1, batch) and shape[1] == heads and shape[2] in (1, queries)
+    )
+    if not fits:
         raise ValueError(
-            f"the bias must fit (batch, head, query, key) = {wanted}; it is {shape}. "
-            "Make it from the positions of this call's queries and keys."
+            f"sink must be ({heads},), one logit per head, or (batch or 1, {heads}, query or 1), got {shape}"
         )
-
-
-def _finite(x: Tensor) -> Tensor:
-    return torch.where(x.isfinite(), x, 0)
+    return sink[None, :, None] if len(shape) == 1 else sink
 
 
 def _tensor(name: str, x: Tensor, axis: str) -> str:

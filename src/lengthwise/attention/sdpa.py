@@ -6,14 +6,17 @@ few more channels of q and k. A half-precision number holds 8 or 11 bits, so bot
 six products that matter are summed in the kernel's own float32, whose rounding is below half precision's.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
 from torch import Tensor
 
 from lengthwise.attention import memory
-from lengthwise.attention.call import Call
-from lengthwise.bias import LevelBias, wide
+from lengthwise.attention.call import AttentionCall
+from lengthwise.attention.finite import finite_inputs
+from lengthwise.attention.plan import Output, Plan, Refusal
+from lengthwise.bias import LevelBias, at_least_float32
 
 PAIRS = ((0, 0), (0, 1), (1, 0), (0, 2), (1, 1), (2, 0))
 """Which part of the slope meets which part of the level; the other three products are below all rounding."""
@@ -21,35 +24,45 @@ PAIRS = ((0, 0), (0, 1), (1, 0), (0, 2), (1, 1), (2, 0))
 MATRICES = 3
 """The bias, and scores and weights where the kernel is not fused."""
 
-EIGHT = 8
-"""Channels are added by eights, as the kernels like them."""
+CHANNELS = 8
+"""Channels are added by so many, as the kernels like them."""
 
 
-def objections(call: Call) -> list[str]:
-    """Why this backend cannot take the call; nothing if it can."""
+def plan(call: AttentionCall) -> Plan | Refusal:
+    """The fused kernel where it needs no matrix of ours, else one that is filled in."""
+    reasons = []
     if call.rescore is not None:
-        return ["rescore replaces the scores, which the fused kernel never shows"]
-    return [] if fused(call) else memory.objections(call, MATRICES)
+        reasons.append("rescore replaces the scores, which the fused kernel never shows")
+    if call.softcap is not None:
+        reasons.append("a softcap changes the scores inside the fused kernel")
+    if call.sink is not None or call.return_lse:
+        reasons.append("torch's function does not give the log-sum-exp, which a sink needs too")
+    if reasons:
+        return Refusal(tuple(reasons))
+    return Plan() if is_fused(call) else memory.refusal(call, MATRICES) or Plan()
 
 
-def attend(call: Call) -> Float[Tensor, "batch head query value"]:
+def run(call: AttentionCall, plan: Plan) -> Output:
     """The output, by the fused kernel where there is neither a bias to fill in nor a mask beyond causality."""
-    clean, taint = call.contained() if call.forbids and not call.is_seen_finite else (call, None)
-    if call.bias is None and fused(call):
-        out = _plain(clean.q, clean.k, clean.v, call)
+    clean, taint = finite_inputs(call)
+    if not is_fused(call):
+        out = _dense(clean)
     else:
-        out = _channels(clean) if fused(call) else _dense(clean)
-    return out if taint is None else out + taint
+        out = _plain(clean) if call.bias is None else _channels(clean)
+    return (out if taint is None else out + taint[..., None].to(out.dtype)), None
 
 
-def fused(call: Call) -> bool:
+def is_fused(call: AttentionCall) -> bool:
     """Whether the kernel needs no matrix of ours."""
     if call.bias is not None:
         return rides_in_channels(call)
-    return not call.forbids or (call.is_plain and call.queries == call.keys)
+    if call.logit_scale is not None:
+        return False
+    visibility = call.visibility
+    return not visibility.hides or (visibility.is_plain and call.queries == call.keys)
 
 
-def rides_in_channels(call: Call) -> bool:
+def rides_in_channels(call: AttentionCall) -> bool:
     """Whether the bias can be extra channels and lose nothing.
 
     In float32 it would: scores as large as the level leave fewer bits for the rest. So would the gradient of a level
@@ -58,24 +71,33 @@ def rides_in_channels(call: Call) -> bool:
     bias, half = call.bias, call.dtype in (torch.bfloat16, torch.float16)
     if not isinstance(bias, LevelBias) or not half or bias.needs_grad or torch.compiler.is_compiling():
         return False
-    if not (call.causal and call.is_plain and call.queries == call.keys and call.q.shape[3] == call.v.shape[3]):
+    if bias.curve != "linear" or bias.query_rest is not None or call.logit_scale is not None:
         return False
-    largest = bias.key_level.abs().amax()
-    rising = (bias.query_level >= bias.key_level.cummax(2).values).all()
+    visibility = call.visibility
+    square = visibility.is_plain and call.queries == call.keys and call.q.shape[3] == call.v.shape[3]
+    if not (visibility.is_causal and square):
+        return False
+    levels = bias.summed()
+    assert levels.query_level is not None
+    assert levels.key_level is not None
+    largest = levels.key_level.abs().amax()
+    rising = (levels.query_level >= levels.key_level.cummax(2).values).all()
     return bool(rising & (largest < torch.finfo(torch.float16).max))
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-    causal = call.causal and call.queries > 1
-    return F.scaled_dot_product_attention(q, k, v, scale=call.scale, is_causal=causal, enable_gqa=call.group > 1)
+def _plain(call: AttentionCall) -> Tensor:
+    # By a branch: in a graph with open lengths a comparison is no plain bool, which torch's function wants.
+    order: dict[str, Any] = {"is_causal": True} if call.visibility.is_causal and call.queries > 1 else {}
+    return F.scaled_dot_product_attention(call.q, call.k, call.v, scale=call.scale, enable_gqa=call.group > 1, **order)
 
 
-def _channels(call: Call) -> Tensor:
+def _channels(call: AttentionCall) -> Tensor:
     """The bias as products of parts, with the values widened too: uneven heads would leave the fused kernel."""
-    bias = call.bias
-    assert isinstance(bias, LevelBias)
+    assert isinstance(call.bias, LevelBias)
+    bias = call.bias.summed()
+    assert bias.key_level is not None
     dim = call.v.shape[3]
-    width = EIGHT * (len(PAIRS) // EIGHT + 1)
+    width = CHANNELS * (len(PAIRS) // CHANNELS + 1)
     slope = bias.slope.double().expand(-1, -1, call.queries) / call.scale
     of_query, of_key = _parts(slope, call.dtype), _parts(bias.key_level, call.dtype)
     shape = (call.batch, call.heads)
@@ -96,15 +118,18 @@ def _parts(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
     return parts
 
 
-def _dense(call: Call) -> Tensor:
+def _dense(call: AttentionCall) -> Tensor:
     """With the bias filled in, in float32 or better throughout: a half-precision kernel would round the bias."""
-    may = call.mask()
-    q, k, v = (wide(x) for x in (call.q, call.k, call.v))
-    if call.bias is None:
-        mask = torch.zeros(may.shape, dtype=q.dtype, device=q.device).masked_fill(~may, -torch.inf)
-    else:
-        mask = call.bias.dense().to(q.dtype).masked_fill(~may, -torch.inf)
-    alive = (mask != -torch.inf).any(-1, keepdim=True)
-    mask = mask.where(alive, 0).expand(call.batch, call.heads, -1, -1)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=call.scale, enable_gqa=call.group > 1)
-    return out.masked_fill(~alive, 0).to(call.dtype)
+    visible = call.visibility.mask()
+    q, k, v = (at_least_float32(x) for x in (call.q, call.k, call.v))
+    bias = torch.zeros(visible.shape, dtype=q.dtype, device=q.device)
+    if call.bias is not None:
+        bias = call.bias.dense().to(q.dtype)
+    if call.logit_scale is not None:
+        factor = at_least_float32(call.logit_scale)[..., None].to(q.dtype)
+        q, bias = q * factor, bias * factor
+    bias = bias.masked_fill(~visible, -torch.inf)
+    empty = (bias == -torch.inf).all(-1, keepdim=True)
+    bias = bias.masked_fill(empty, 0).expand(call.batch, call.heads, -1, -1)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=call.scale, enable_gqa=call.group > 1)
+    return out.masked_fill(empty, 0).to(call.dtype)

@@ -12,15 +12,15 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from lengthwise.checks import check_whole
 from lengthwise.data.tokens import Tokens
+from lengthwise.errors import check_int
 
 
 class Batches:
     """Sequences in their shuffled order, endlessly."""
 
     def __init__(self, tokens: Tokens, *, length: int, seed: int, what: str = "train") -> None:
-        check_whole("length", length, "One token predicts nothing.", least=2)
+        check_int("length", length, "One token predicts nothing.", least=2)
         self.tokens, self.length, self.seed = tokens, length, seed
         self.sequences = max(0, (len(tokens) - 1) // (length - 1))
         if not self.sequences:

@@ -19,8 +19,9 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from lengthwise.data.sources import Split, documents, resolve
-from lengthwise.data.tokenizers import cache_folder, tokenizer_hash
+from lengthwise.data.tokenizers import tokenizer_hash
 from lengthwise.data.tokens import Shard, Tokens, file_hash
+from lengthwise.folders import cache_folder
 
 SHARD = 2**28
 """Characters in a shard: about 60 million tokens of GPT-2's."""

@@ -18,9 +18,9 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Literal, Protocol
 
-from lengthwise.checks import check_choice
 from lengthwise.data.files import FILE_KINDS, FileSource, held_out, read_text
 from lengthwise.data.hub import HUB_PRESETS, HubSource, is_hub_name
+from lengthwise.errors import check_choice
 from lengthwise.tasks import TASKS, TaskSource
 
 Split = Literal["train", "held-out", "all"]

@@ -22,17 +22,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lengthwise.data.sources import documents
+from lengthwise.folders import cache_folder
 
 END_OF_TEXT = "<|endoftext|>"
 LEARN_FROM = 2**24
 """A BPE is learned from the first so many characters of the train split."""
-
-
-def cache_folder() -> Path:
-    """Where tokenizers and token files are kept: $LENGTHWISE_DATA, or the user's cache."""
-    if chosen := os.environ.get("LENGTHWISE_DATA"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lengthwise"
 
 
 def load_tokenizer(name: str, *, source: str | Path = "stdlib", cache: Path | None = None) -> PreTrainedTokenizerFast:

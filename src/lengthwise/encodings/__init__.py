@@ -13,14 +13,14 @@ from lengthwise.encodings.k_cable import KCable
 from lengthwise.encodings.kerple import KerpleLog, KerplePower
 from lengthwise.encodings.learned import Learned
 from lengthwise.encodings.none import NoPosition
-from lengthwise.encodings.positions import PositionError, checked_positions
 from lengthwise.encodings.registry import ENCODINGS, make, register
 from lengthwise.encodings.rope import Rope
 from lengthwise.encodings.sinusoidal import Sinusoidal
 from lengthwise.encodings.t5 import T5
 from lengthwise.encodings.t5_clamped import T5Clamped
+from lengthwise.token_layout import PositionError
 
-__all__ = ["ENCODINGS", "Encoding", "Geometry", "PositionError", "State", "checked_positions", "make", "register"]
+__all__ = ["ENCODINGS", "Encoding", "Geometry", "PositionError", "State", "make", "register"]
 
 ENCODINGS |= {
     "alibi": Alibi,

@@ -12,10 +12,10 @@ from typing import Literal
 
 import torch
 
-from lengthwise.bias import LevelBias
-from lengthwise.checks import check_choice
-from lengthwise.encodings.base import Encoding, Geometry, Slot, State, Tokens
-from lengthwise.encodings.positions import Positions, checked_positions
+from lengthwise.bias import LevelBias, has_float64
+from lengthwise.encodings.base import Encoding, Geometry, State, Tokens
+from lengthwise.errors import check_choice
+from lengthwise.token_layout import TokenLayout
 
 
 class Alibi(Encoding):
@@ -31,13 +31,16 @@ class Alibi(Encoding):
         check_choice("slopes", slopes, tuple(rules), "The CABLE paper has 'geometric', BLOOM 'interleaved'.")
         self.slopes = rules[slopes](geometry.heads)
 
-    def bias(
-        self, x: Tokens, query: Positions, key: Positions, state: State | None = None, start: Slot | None = None
-    ) -> LevelBias:
+    def bias(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> LevelBias:
         """-slope |query - key|."""
-        query, key = checked_positions(query, key)
-        slope = torch.tensor(self.slopes, dtype=torch.float32, device=query.device)
-        return LevelBias(query[:, None].double(), key[:, None].double(), slope[None, :, None])
+        device = layout.query.device
+        slope = torch.tensor(self.slopes, dtype=torch.float32, device=device)[None, :, None]
+        query, key = layout.query[:, None], layout.key[:, None]
+        if has_float64(device):
+            return LevelBias(query.double(), key.double(), slope)
+        # Positions below 2 ** 24 are float32 numbers themselves: nothing is left for the rest.
+        query, key = query.float(), key.float()
+        return LevelBias(query, key, slope, query_rest=torch.zeros_like(query), key_rest=torch.zeros_like(key))
 
 
 def geometric_slopes(heads: int) -> list[float]:

@@ -1,10 +1,12 @@
-"""What an encoding is: a module with five hooks, of which it overrides the ones it needs, nearly always one.
+"""What an encoding is: a module with seven hooks, of which it overrides the ones it needs, nearly always one.
 
-embed(x, positions)                    as tokens enter, once per model
-state(x, key_mask)                     numbers per token that later tokens need; cached beside the keys
-rotate(q, k, query, key, state)        before queries meet keys
-bias(x, query, key, state)             before the softmax
-rescore(content, bias, q, mask)        instead of the scores
+embed(x, layout)               as tokens enter, once per model
+state(x, key_mask)             numbers per token that later tokens need; cached beside the keys
+rotate(q, k, layout, state)    before queries meet keys
+bias(x, layout, state)         described, added to the scores
+rescore(x, layout, state)      described, instead of the scores
+logit_scale(x, layout)         a factor on the scores of each row
+sink(x)                        a logit that takes weight and gives no value
 """
 
 import inspect
@@ -15,20 +17,18 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from lengthwise.bias import Bias, wide, without_autocast
-from lengthwise.checks import came, check_flag, check_whole
-from lengthwise.encodings.positions import Positions
+from lengthwise.bias import Bias, at_least_float32, without_autocast
+from lengthwise.errors import check_flag, check_int, describe
+from lengthwise.rescore import Rescore
+from lengthwise.token_layout import TokenLayout
 
 Tokens = Float[Tensor, "batch position width"]
 """The input of the model for `embed`, of the attention block for the other hooks."""
 
-Slot = int | Int[Tensor, ""]
-"""A place among the keys of one call, by order in the tensor."""
-
-State = dict[str, Float[Tensor, "batch head position"]]
+State = dict[str, Float[Tensor, "batch head position *axis"]]
 """Per-token numbers by name, float32 or better: whoever runs the model keeps them beside the keys."""
 
-HOOKS = ("embed", "rotate", "rescore", "bias")
+HOOKS = ("embed", "rotate", "rescore", "bias", "logit_scale", "sink")
 """The hooks that change attention, the most telling first: DAPE has a bias too, but its point is to rescore."""
 
 
@@ -44,7 +44,7 @@ class Geometry:
 
     def __post_init__(self) -> None:
         for name in ("heads", "width", "head_dim", "train_length"):
-            check_whole(name, getattr(self, name), "Check the model's sizes.")
+            check_int(name, getattr(self, name), "Check the model's sizes.")
         check_flag("causal", self.causal, "False is for two-sided attention.")
 
 
@@ -68,53 +68,51 @@ class Encoding(nn.Module):
         super().__init__()
         if not geometry.causal and not self.two_sided:
             raise ValueError(
-                f"{type(self).__name__} is defined for causal attention only; causal=False came. "
-                "Take an encoding with a two-sided form, e.g. 'alibi', 'fire' or 't5'."
+                f"{type(self).__name__} is defined for causal attention only, got causal=False; encodings with a "
+                "two-sided form are e.g. 'alibi', 'fire' and 't5'"
             )
         self.geometry = geometry
 
     def reset_parameters(self) -> None:
         """Draw the learned parameters anew, as the paper does."""
 
-    def embed(self, x: Tokens, positions: Positions) -> Tokens:
-        """Tokens as they enter the model."""
+    def embed(self, x: Tokens, layout: TokenLayout) -> Tokens:
+        """Tokens as they enter the model; they are the layout's queries."""
         return x
 
     def state(self, x: Tokens, key_mask: Bool[Tensor, "#batch position"] | None = None) -> State | None:
-        """What later tokens will need to know of these, or None; tokens that the mask forbids count for nothing."""
+        """What later tokens will need to know of these, or None; padding, False in the mask, counts for nothing."""
         return None
 
     def rotate(
         self,
         q: Float[Tensor, "batch head query dim"],
         k: Float[Tensor, "batch kv_head key dim"],
-        query: Positions,
-        key: Positions,
+        layout: TokenLayout,
         state: State | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Queries and keys as they meet; all keys, old and new."""
+        """Queries and keys as they meet; the layout has one position for each of both."""
         return q, k
 
-    def bias(
-        self, x: Tokens, query: Positions, key: Positions, state: State | None = None, start: Slot | None = None
-    ) -> Bias | None:
+    def bias(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> Bias | None:
         """What is added to the scores.
 
-        x holds the new tokens, one per query; key and state all keys, old and new. Without a state x must cover all
-        keys and the state is computed. `start` is the slot of the first query, as in `attend`; it comes only to
-        encodings with a state, and only where the queries are not the last slots.
+        x holds the new tokens, one per query; the state covers all keys, old and new. Without a state x must cover all
+        keys and the state is computed.
         """
         return None
 
-    def rescore(
-        self,
-        content: Float[Tensor, "batch head row key"],
-        bias: Float[Tensor, "batch head row key"],
-        q: Float[Tensor, "batch head row dim"],
-        mask: Bool[Tensor, "#batch 1 row key"],
-    ) -> Float[Tensor, "batch head row key"]:
-        """The scores of some whole rows, of all heads, from scaled content and bias, both 0 where the mask forbids."""
-        return content + bias
+    def rescore(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> Rescore | None:
+        """What makes the scores of content and bias, if it is not their sum; x and state as for `bias`."""
+        return None
+
+    def logit_scale(self, x: Tokens, layout: TokenLayout) -> Float[Tensor, "#batch #head query"] | None:
+        """A factor on the scores of each row, bias included; x holds the new tokens, one per query."""
+        return None
+
+    def sink(self, x: Tokens) -> Float[Tensor, " head"] | Float[Tensor, "#batch head query"] | None:
+        """A logit per head, or per row, that takes weight and gives no value."""
+        return None
 
     @property
     def limit(self) -> int | None:
@@ -158,28 +156,25 @@ def checked_tokens(x: Tokens, width: int) -> None:
     """An error unless x is (batch, position, width)."""
     if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != width or not x.is_floating_point():
         raise ValueError(
-            f"x must be a floating-point tensor (batch, position, {width}); {came(x)} came. "
-            "Pass the tokens' vectors: for `embed` those that enter the model, else those that enter attention."
+            f"x must be a floating-point tensor (batch, position, {width}), got {describe(x)}: the vectors that enter "
+            "the model for `embed`, else those that enter attention"
         )
 
 
-def checked_count(x: Tokens, positions: Positions, of: str) -> None:
+def checked_count(x: Tokens, positions: Int[Tensor, "#batch position"], of: str) -> None:
     """An error unless x has one token per position, in as many sequences."""
     if x.shape[1] != positions.shape[1]:
         raise ValueError(
-            f"x must hold one token per {of}; it has {x.shape[1]} and there are {positions.shape[1]} positions. "
-            "With cached keys pass the new tokens as x and the state of all keys as state."
+            f"x must hold one token per {of}, {positions.shape[1]}, got {x.shape[1]}; with cached keys x has the new "
+            "tokens, and state that of all keys"
         )
     if positions.shape[0] not in (1, x.shape[0]):
-        raise ValueError(
-            f"positions must be those of x's batch of {x.shape[0]}, or one row; {positions.shape[0]} rows came. "
-            "Give one row for all sequences or one for each."
-        )
+        raise ValueError(f"the layout must be of x's {x.shape[0]} sequences, or of 1 for all, got {positions.shape[0]}")
 
 
 def project(layer: nn.Linear, x: Tokens) -> Float[Tensor, "batch head position"]:
     """layer(x) with heads first, in float32 or better whatever the autocast: positions are made of it."""
-    x, weight, bias = wide(x), layer.weight, cast(Tensor | None, layer.bias)
+    x, weight, bias = at_least_float32(x), layer.weight, cast(Tensor | None, layer.bias)
     if weight.dtype != x.dtype:
         weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     with without_autocast(x):

@@ -9,7 +9,7 @@ The paper prints the opposite sign; its text and its code mean this one. ALiBi i
 """
 
 from lengthwise.bias import LevelBias
-from lengthwise.encodings.levels import SlopedStepEncoding
+from lengthwise.encodings._cumulative import SlopedStepEncoding
 
 
 class Cable(SlopedStepEncoding):

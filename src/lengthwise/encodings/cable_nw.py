@@ -8,8 +8,8 @@ With softplus in place of relu this is the forgetting transformer, `fox`.
 import torch.nn.functional as F
 
 from lengthwise.bias import LevelBias
+from lengthwise.encodings._cumulative import Levels, StepEncoding
 from lengthwise.encodings.base import Tokens, project
-from lengthwise.encodings.levels import Levels, StepEncoding
 
 
 class CableNoWeights(StepEncoding):

@@ -8,11 +8,12 @@ The table starts at 0 and is shared by the heads of a layer, as in the authors' 
 """
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor, nn
+from torch import nn
 
-from lengthwise.checks import check_whole
-from lengthwise.encodings.base import Encoding, Geometry
+from lengthwise.encodings.base import Encoding, Geometry, State, Tokens
+from lengthwise.errors import check_int
+from lengthwise.rescore import ContextualPositions
+from lengthwise.token_layout import TokenLayout
 
 
 class Cope(Encoding):
@@ -24,7 +25,7 @@ class Cope(Encoding):
 
     def __init__(self, geometry: Geometry, *, positions: int = 64) -> None:
         super().__init__(geometry)
-        check_whole("positions", positions, "The paper has 64.", least=2)
+        check_int("positions", positions, "The paper has 64.", least=2)
         self.table = nn.Parameter(torch.empty(geometry.head_dim, positions))
         self.reset_parameters()
 
@@ -32,18 +33,6 @@ class Cope(Encoding):
         """All 0."""
         nn.init.zeros_(self.table)
 
-    def rescore(
-        self,
-        content: Float[Tensor, "batch head row key"],
-        bias: Float[Tensor, "batch head row key"],
-        q: Float[Tensor, "batch head row dim"],
-        mask: Bool[Tensor, "#batch 1 row key"],
-    ) -> Float[Tensor, "batch head row key"]:
+    def rescore(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> ContextualPositions:
         """Content plus the query's own score of each contextual position."""
-        gates = content.sigmoid().masked_fill(~mask, 0)
-        position = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=self.table.shape[1] - 1)
-        of_table = q @ self.table.to(q.dtype)
-        # A NaN has no column; it reaches its row through the interpolation.
-        columns = (whole.nan_to_num(0).long() for whole in (position.floor(), position.ceil()))
-        below, above = (of_table.gather(-1, column) for column in columns)
-        return content + bias + torch.lerp(below, above, position - position.floor())
+        return ContextualPositions(self.table)

@@ -5,7 +5,7 @@
 f is Linear(2 heads, 32) - LeakyReLU - Linear(32, heads).
 """
 
-from lengthwise.encodings.score_network import ScoreNetwork
+from lengthwise.encodings._head_network import ScoreNetwork
 
 
 class Dape(ScoreNetwork):

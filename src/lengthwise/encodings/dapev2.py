@@ -7,7 +7,7 @@ layer. The authors zero only the first one's input, so that theirs sees one colu
 decoder does not have, and would differ from itself there.
 """
 
-from lengthwise.encodings.score_network import ScoreNetwork
+from lengthwise.encodings._head_network import ScoreNetwork
 
 
 class DapeV2(ScoreNetwork):

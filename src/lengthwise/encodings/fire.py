@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from lengthwise.bias import (
@@ -20,14 +21,14 @@ from lengthwise.bias import (
     FunctionBias,
     Index,
     LineBias,
-    registered_tile,
-    wide,
+    at_least_float32,
+    registered,
     without_autocast,
 )
-from lengthwise.checks import check_number, check_whole
-from lengthwise.encodings.base import Encoding, Geometry, Slot, State, Tokens, reset_linear
-from lengthwise.encodings.kept import Kept
-from lengthwise.encodings.positions import Positions, checked_positions, highest, reaches_beyond, run_ends
+from lengthwise.encodings._table_cache import TableCache, is_decoding, table_reach
+from lengthwise.encodings.base import Encoding, Geometry, State, Tokens, reset_linear
+from lengthwise.errors import check_int, check_number
+from lengthwise.token_layout import TokenLayout, run_ends
 
 
 class Fire(Encoding):
@@ -39,14 +40,14 @@ class Fire(Encoding):
 
     def __init__(self, geometry: Geometry, *, hidden: int = 32, threshold: float = 512.0) -> None:
         super().__init__(geometry)
-        check_whole("hidden", hidden, "The paper has 32.")
+        check_int("hidden", hidden, "The paper has 32.")
         check_number("threshold", threshold, "The paper has 512.")
         self.threshold = threshold
         self.c = nn.Parameter(torch.empty(1))
         self.multiplier = nn.Parameter(torch.empty(1))
         self.into = nn.Linear(1, hidden)
         self.out = nn.Linear(hidden, geometry.heads)
-        self._limits, self._tables, self._lines = Kept(), Kept(), Kept()
+        self._limits, self._tables, self._lines = TableCache(), TableCache(), TableCache()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -56,31 +57,32 @@ class Fire(Encoding):
         reset_linear(self.into)
         reset_linear(self.out)
 
-    def bias(
-        self, x: Tokens, query: Positions, key: Positions, state: State | None = None, start: Slot | None = None
-    ) -> Bias:
-        """A table if every query is within L, else the function; a compiled graph cannot look and takes the latter."""
-        query, key = checked_positions(query, key)
-        causal, rows, reach = self.geometry.causal, query.shape[1], max(query.shape[1], key.shape[1])
-        furthest = query if causal else torch.maximum(query, run_ends(query) - query)
-        c, multiplier, into, out = wide(self.c), wide(self.multiplier), self.into, self.out
-        layers = [wide(p) for p in (into.weight, into.bias, out.weight, out.bias)]
-        limit = self._limits.table(lambda _: (multiplier * self.threshold).abs(), reach, rows, multiplier)
-        function = partial(FunctionBias, fire_tile, (query, key, furthest, c, limit, *layers))
-        if torch.compiler.is_compiling() or reaches_beyond(query, key, reach):
-            return function()
-        if highest(furthest) <= float(limit.detach()):
-            make_table = partial(fire_table, causal=causal, network=(c, limit, *layers))
-            table, first = self._tables.table(make_table, reach, rows, c, limit, *layers)
-            return DistanceBias(table, query, key, first)
-        if not causal or highest(query) >= reach:
-            return function()
-        make_lines = partial(fire_lines, c=c, limit=limit, layers=layers)
-        curve, factors, *lines = self._lines.table(make_lines, reach, rows, c, limit, *layers)
-        return function(LineBias(DistanceBias(curve, query, key), factors[query], *lines))
+    def bias(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> Bias:
+        """A table if every query is known to be within L, else straight lines; the function where positions have gaps.
+
+        Where positions may not be read, in a compiled graph or on a device, it is straight lines always.
+        """
+        causal, reach, decoding = self.geometry.causal, table_reach(layout), is_decoding(layout)
+        query, key, facts = layout.query, layout.key, layout.facts
+        scope = query if causal else torch.maximum(query, run_ends(query) - query)
+        c, multiplier, into, out = at_least_float32(self.c), at_least_float32(self.multiplier), self.into, self.out
+        layers = [at_least_float32(p) for p in (into.weight, into.bias, out.weight, out.bias)]
+        limit = self._limits.table(lambda _: (multiplier * self.threshold).abs(), 1, multiplier, decoding=decoding)
+        network = (c, limit, *layers)
+        if reach is None:
+            return FunctionBias(fire_tile, (query, key, scope, *network))
+        if facts is not None and query.numel():
+            furthest = facts.highest if causal else int(scope.max())
+            if furthest <= float(limit.detach()):
+                make_table = partial(fire_table, causal=causal, network=network)
+                table, first = self._tables.table(make_table, reach, *network, decoding=decoding)
+                return DistanceBias(table, query, key, first)
+        make_lines = partial(fire_lines, causal=causal, c=c, layers=layers)
+        curve, first, *lines = self._lines.table(make_lines, reach, *network, decoding=decoding)
+        return LineBias(DistanceBias(curve, query, key, first), fire_factor(scope, c, limit), *lines)
 
 
-@registered_tile
+@registered
 def fire_tile(
     rows: Index,
     columns: Index,
@@ -112,13 +114,18 @@ def fire_table(reach: int, *, causal: bool, network: Sequence[Tensor]) -> tuple[
         return fire_tile(slice(None), slice(0, 1), distances, origin, origin, *network)[0, :, :, 0], first
 
 
+def fire_factor(scope: Int[Tensor, "#batch query"], c: Tensor, limit: Tensor) -> Tensor:
+    """What psi of a distance is multiplied by: 1 / (psi(max(L, n)) + 1e-6) of each query."""
+    return 1 / (torch.log1p(c.abs() * torch.maximum(scope.to(limit.dtype), limit)) + 1e-6)
+
+
 def fire_lines(
-    reach: int, *, c: Tensor, limit: Tensor, layers: Sequence[Tensor]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """f as straight lines: psi of all distances below `reach`, factors of queries there, knots, slopes, intercepts."""
+    reach: int, *, causal: bool, c: Tensor, layers: Sequence[Tensor]
+) -> tuple[Tensor, int, Tensor, Tensor, Tensor]:
+    """f as straight lines: psi of all distances below `reach`, the first distance, knots, slopes, intercepts."""
     weight_in, bias_in, weight_out, bias_out = layers
-    curve = torch.log1p(c.abs() * torch.arange(reach, device=c.device))
-    factors = 1 / (torch.maximum(curve, torch.log1p(c.abs() * limit)) + 1e-6)
+    first = 0 if causal else 1 - reach
+    curve = torch.log1p(c.abs() * torch.arange(first, reach, device=c.device).abs())
     into = weight_in[:, 0]
     # A unit that does not look at its input has no knot: it is on or off throughout.
     knots, order = torch.where(into == 0, torch.inf, -bias_in / into).detach().sort()
@@ -126,4 +133,4 @@ def fire_lines(
     on = torch.where(into == 0, bias_in > 0, passed == (into > 0)).to(weight_out.dtype)
     # Not a matrix product, whose order of summing may depend on where in memory its factors lie.
     slope, intercept = ((weight_out[:, None] * (on * unit)).sum(-1) for unit in (into, bias_in))
-    return curve[None], factors, knots, slope, intercept + bias_out[:, None]
+    return curve[None], first, knots, slope, intercept + bias_out[:, None]

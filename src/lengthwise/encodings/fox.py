@@ -7,8 +7,8 @@ bias[i, j] = sum of logsigmoid(W x[l] + b) over j < l <= i
 import torch.nn.functional as F
 
 from lengthwise.bias import LevelBias
+from lengthwise.encodings._cumulative import Levels, StepEncoding
 from lengthwise.encodings.base import Tokens, project
-from lengthwise.encodings.levels import Levels, StepEncoding
 
 
 class Fox(StepEncoding):

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lengthwise.bias import Bias, DistanceBias, FunctionBias, Index, registered_tile, wide
-from lengthwise.encodings.base import Encoding, Geometry, Slot, State, Tokens
-from lengthwise.encodings.kept import Kept
-from lengthwise.encodings.positions import Positions, checked_positions, reaches_beyond
+from lengthwise.bias import Bias, DistanceBias, FunctionBias, Index, at_least_float32, registered
+from lengthwise.encodings._table_cache import TableCache, is_decoding, table_reach
+from lengthwise.encodings.base import Encoding, Geometry, State, Tokens
+from lengthwise.token_layout import TokenLayout
 
 FLOOR = 0.01
 
@@ -37,7 +37,7 @@ class _Kernel(Encoding):
         super().__init__(geometry)
         self.raw_p = nn.Parameter(torch.empty(geometry.heads))
         self.raw_a = nn.Parameter(torch.empty(geometry.heads))
-        self._kept = Kept()
+        self._tables = TableCache()
         self.reset_parameters()
 
     @property
@@ -48,18 +48,16 @@ class _Kernel(Encoding):
     @property
     def a(self) -> Float[Tensor, " head"]:
         """The kernel's second number, positive."""
-        return FLOOR + F.softplus(wide(self.raw_a))
+        return FLOOR + F.softplus(at_least_float32(self.raw_a))
 
-    def bias(
-        self, x: Tokens, query: Positions, key: Positions, state: State | None = None, start: Slot | None = None
-    ) -> Bias:
+    def bias(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> Bias:
         """A table with one number per distance, or the function itself where positions have gaps."""
-        query, key = checked_positions(query, key)
-        reach = max(query.shape[1], key.shape[1])
-        if reaches_beyond(query, key, reach):
-            return FunctionBias(type(self).tile_function, (query, key, self.p, self.a))
-        table, first = self._kept.table(self._table, reach, query.shape[1], self.raw_p, self.raw_a)
-        return DistanceBias(table, query, key, first)
+        reach = table_reach(layout)
+        if reach is None:
+            return FunctionBias(type(self).tile_function, (layout.query, layout.key, self.p, self.a))
+        decoding = is_decoding(layout)
+        table, first = self._tables.table(self._table, reach, self.raw_p, self.raw_a, decoding=decoding)
+        return DistanceBias(table, layout.query, layout.key, first)
 
     def _table(self, reach: int) -> tuple[Float[Tensor, "head distance"], int]:
         """One number per distance below `reach`, and the first distance."""
@@ -75,14 +73,14 @@ def _distance(rows: Index, columns: Index, query: Tensor, key: Tensor) -> Tensor
     return (query[:, None, rows, None] - key[:, None, None, columns]).abs()
 
 
-@registered_tile
+@registered
 def kerple_log(rows: Index, columns: Index, query: Tensor, key: Tensor, p: Tensor, a: Tensor) -> Tensor:
     """-p log(1 + a d)."""
     distance = _distance(rows, columns, query, key).to(p.dtype)
     return -p[:, None, None] * torch.log1p(a[:, None, None] * distance)
 
 
-@registered_tile
+@registered
 def kerple_power(rows: Index, columns: Index, query: Tensor, key: Tensor, p: Tensor, a: Tensor) -> Tensor:
     """-a d ** p; the power is taken of at least 1 and dropped at 0, where its gradient would be NaN."""
     distance = _distance(rows, columns, query, key)
@@ -98,7 +96,7 @@ class KerpleLog(_Kernel):
     @property
     def p(self) -> Float[Tensor, " head"]:
         """How steep: the paper's r1."""
-        return FLOOR + F.softplus(wide(self.raw_p))
+        return FLOOR + F.softplus(at_least_float32(self.raw_p))
 
     def reset_parameters(self) -> None:
         """p ~ U[0, 2), a ~ U[0, 1)."""
@@ -115,7 +113,7 @@ class KerplePower(_Kernel):
     @property
     def p(self) -> Float[Tensor, " head"]:
         """The power, between FLOOR and 2."""
-        return FLOOR + (2 - FLOOR) * torch.sigmoid(wide(self.raw_p))
+        return FLOOR + (2 - FLOOR) * torch.sigmoid(at_least_float32(self.raw_p))
 
     def reset_parameters(self) -> None:
         """p ~ U[0.01, 2), a ~ U[0, 1)."""

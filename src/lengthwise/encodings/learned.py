@@ -8,9 +8,9 @@ The table has an end, and so has every model that uses it.
 import torch
 from torch import nn
 
-from lengthwise.checks import check_whole
 from lengthwise.encodings.base import Encoding, Geometry, Tokens, checked_count, checked_tokens
-from lengthwise.encodings.positions import PositionError, Positions, checked_positions
+from lengthwise.errors import check_int
+from lengthwise.token_layout import PositionError, TokenLayout
 
 
 class Learned(Encoding):
@@ -22,7 +22,7 @@ class Learned(Encoding):
     def __init__(self, geometry: Geometry, *, length: int | None = None) -> None:
         super().__init__(geometry)
         length = geometry.train_length if length is None else length
-        check_whole("length", length, "Leave it out for the training length.")
+        check_int("length", length, "Leave it out for the training length.")
         self.weight = nn.Parameter(torch.empty(length, geometry.width))
         self.reset_parameters()
 
@@ -35,14 +35,14 @@ class Learned(Encoding):
         """The length of the table."""
         return self.weight.shape[0]
 
-    def embed(self, x: Tokens, positions: Positions) -> Tokens:
+    def embed(self, x: Tokens, layout: TokenLayout) -> Tokens:
         """Tokens plus the row of their position."""
-        positions, _ = checked_positions(positions, positions)
+        positions = layout.query
         checked_tokens(x, self.geometry.width)
         checked_count(x, positions, of="position")
-        if not torch.compiler.is_compiling() and positions.numel() and positions.max() >= self.limit:
+        if layout.facts is not None and layout.facts.highest >= self.limit:
             raise PositionError(
-                f"learned positions end at {self.limit}; position {int(positions.max())} came. Shorten the input, or "
-                "take an encoding without a limit, such as 'alibi', 'kerple' or 'cable'."
+                f"learned positions end at {self.limit}, got position {layout.facts.highest}; without a limit are e.g. "
+                "'alibi', 'kerple' and 'cable'"
             )
         return x + self.weight[positions].to(x.dtype)

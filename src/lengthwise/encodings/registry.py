@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Mapping
 
 from lengthwise.encodings.base import Encoding, Geometry
+from lengthwise.errors import OptionError
 
 ENCODINGS: dict[str, type[Encoding]] = {}
 """Every encoding by its name; `register` adds to it."""
@@ -29,8 +30,8 @@ def make(
     if head_dim is None:
         if not isinstance(heads, int) or not isinstance(width, int) or heads < 1 or width % heads:
             raise ValueError(
-                f"heads must be 1 or more and divide the width, unless head_dim is given; heads={heads!r} and "
-                f"width={width!r} came. Change one of them."
+                f"heads must be a positive int that divides the width, unless head_dim is given, got heads={heads!r} "
+                f"and width={width!r}"
             )
         head_dim = width // heads
     return build(name, Geometry(heads, width, head_dim, train_length, causal), options)
@@ -42,7 +43,7 @@ def build(name: str, geometry: Geometry, options: Mapping[str, object]) -> Encod
     unknown = [option for option in options if option not in cls.options()]
     if unknown:
         known = ", ".join(map(repr, cls.options())) or "none"
-        raise TypeError(f"unknown option {unknown[0]!r} for {name!r}; its options are: {known}. Leave it out.")
+        raise OptionError(f"unknown option {unknown[0]!r} for {name!r}; its options are: {known}")
     return cls(geometry, **options)
 
 
@@ -51,23 +52,22 @@ def find(name: str) -> type[Encoding]:
     if isinstance(name, str) and name in ENCODINGS:
         return ENCODINGS[name]
     near = difflib.get_close_matches(str(name), ENCODINGS, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else " See `lengthwise encodings`."
-    raise ValueError(f"unknown encoding {name!r}; there are {', '.join(map(repr, ENCODINGS))}.{hint}")
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(f"unknown encoding {name!r}; {hint}Known: {', '.join(map(repr, ENCODINGS))}")
 
 
 def register(name: str, encoding: type[Encoding]) -> type[Encoding]:
     """Make an encoding known by name to everything in Lengthwise: models, studies, and the laws."""
     if not isinstance(encoding, type) or not issubclass(encoding, Encoding):
-        raise TypeError(f"an encoding must be a subclass of lengthwise.Encoding; {encoding!r} came. Derive from it.")
+        raise TypeError(f"an encoding must be a subclass of lengthwise.Encoding, got {encoding!r}")
     if not isinstance(name, str) or not name:
-        raise TypeError(f"an encoding's name must be a string; {name!r} came. Give it one.")
+        raise TypeError(f"an encoding's name must be a string, got {name!r}")
     if ENCODINGS.get(name, encoding) is not encoding:
         owner = ENCODINGS[name].__name__
-        raise ValueError(f"a name belongs to one encoding; {name!r} is {owner} already. Choose another.")
+        raise ValueError(f"a name must belong to one encoding, got {name!r}, which is {owner} already")
     if not hasattr(encoding, "paper"):
         raise TypeError(
-            f"an encoding must say where it comes from; {encoding.__name__} has no `paper`. "
-            "Set it, if only to 'unpublished'."
+            f"an encoding must name its `paper`, if only as 'unpublished', got {encoding.__name__}, which does not"
         )
     ENCODINGS[name] = encoding
     return encoding

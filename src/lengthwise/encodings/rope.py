@@ -17,11 +17,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lengthwise.bias import wide
-from lengthwise.checks import check_broadcast, check_choice, check_number, check_tensor
+from lengthwise.bias import at_least_float32
+from lengthwise.encodings._rope_scaling import Wheel, make_scaling
 from lengthwise.encodings.base import Encoding, Geometry, State
-from lengthwise.encodings.positions import Positions, checked_positions, run_ends
-from lengthwise.encodings.rope_scaling import Wheel, make_scaling
+from lengthwise.errors import check_broadcast, check_choice, check_number, check_tensor
+from lengthwise.token_layout import TokenLayout, run_ends
 
 
 class Rope(Encoding):
@@ -39,7 +39,7 @@ class Rope(Encoding):
     ) -> None:
         super().__init__(geometry)
         if geometry.head_dim % 2:
-            raise ValueError(f"rope turns pairs of channels; head_dim is {geometry.head_dim}. Make it even.")
+            raise ValueError(f"rope turns pairs of channels, so head_dim must be even, got {geometry.head_dim}")
         check_choice("layout", layout, ("half", "interleaved"), "LLaMA has 'half'.")
         check_number("base", base, "10000 is usual.")
         self.layout = layout
@@ -50,8 +50,7 @@ class Rope(Encoding):
         self,
         q: Float[Tensor, "batch head query dim"],
         k: Float[Tensor, "batch kv_head key dim"],
-        query: Positions,
-        key: Positions,
+        layout: TokenLayout,
         state: State | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Both turned by their positions.
@@ -59,7 +58,7 @@ class Rope(Encoding):
         Where angles depend on the length, it is that of each token's own document; for keys, at most as far as the
         queries have come, since the slots of a static cache run on behind them.
         """
-        query, key = checked_positions(query, key)
+        query, key = layout.query, layout.key
         for name, tensor, positions in (("query", q, query), ("key", k, key)):
             axes = ("batch", "head", positions.shape[1], self.geometry.head_dim)
             check_tensor(f"what {name} positions turn", tensor, axes, "floating-point", "Give one position each.")
@@ -68,7 +67,7 @@ class Rope(Encoding):
         waves = self._waves(query, query)
         return self._turn(q, waves), self._turn(k, waves if key is query else self._waves(key, query))
 
-    def _waves(self, positions: Positions, query: Positions) -> tuple[Tensor, Tensor]:
+    def _waves(self, positions: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine of the angles of some positions, with an axis for heads."""
         length = positions
         if self.length_dependent:
@@ -77,7 +76,7 @@ class Rope(Encoding):
         return self.scaling.factor * angles.cos(), self.scaling.factor * angles.sin()
 
     def _turn(self, x: Tensor, waves: tuple[Tensor, Tensor]) -> Tensor:
-        wide_x = wide(x)
+        wide_x = at_least_float32(x)
         cos, sin = waves
         if self.layout == "half":
             a, b = wide_x.chunk(2, -1)

@@ -9,9 +9,9 @@ the waves must be as small, or a short training sees little else. The CABLE pape
 
 import torch
 
-from lengthwise.checks import check_number
 from lengthwise.encodings.base import Encoding, Geometry, Tokens, checked_count, checked_tokens
-from lengthwise.encodings.positions import Positions, checked_positions
+from lengthwise.errors import check_number
+from lengthwise.token_layout import TokenLayout
 
 
 class Sinusoidal(Encoding):
@@ -24,9 +24,9 @@ class Sinusoidal(Encoding):
         check_number("amplitude", amplitude, "0.02 suits tokens that start at N(0, 0.02).")
         self.amplitude = amplitude
 
-    def embed(self, x: Tokens, positions: Positions) -> Tokens:
+    def embed(self, x: Tokens, layout: TokenLayout) -> Tokens:
         """Tokens plus the waves at their position."""
-        positions, _ = checked_positions(positions, positions)
+        positions = layout.query
         width = self.geometry.width
         checked_tokens(x, width)
         checked_count(x, positions, of="position")

@@ -12,10 +12,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lengthwise.bias import DistanceBias
-from lengthwise.checks import check_whole
-from lengthwise.encodings.base import Encoding, Geometry, Slot, State, Tokens
-from lengthwise.encodings.kept import Kept
-from lengthwise.encodings.positions import Positions, checked_positions
+from lengthwise.encodings._table_cache import TableCache, is_decoding
+from lengthwise.encodings.base import Encoding, Geometry, State, Tokens
+from lengthwise.errors import check_int
+from lengthwise.token_layout import TokenLayout
 
 
 class T5(Encoding):
@@ -28,32 +28,28 @@ class T5(Encoding):
 
     def __init__(self, geometry: Geometry, *, buckets: int = 32, max_distance: int = 128) -> None:
         super().__init__(geometry)
-        check_whole("buckets", buckets, "T5 has 32.")
-        check_whole("max_distance", max_distance, "T5 has 128.")
+        check_int("buckets", buckets, "T5 has 32.")
+        check_int("max_distance", max_distance, "T5 has 128.")
         side = buckets if geometry.causal else buckets // 2
         if side < 2 or side % 2 or max_distance <= side // 2 or (not geometry.causal and buckets % 2):
             raise ValueError(
-                "a side needs an even number of buckets, 2 or more, and max_distance beyond the exact half; "
-                f"buckets={buckets}, max_distance={max_distance} came. T5 has 32 and 128."
+                "a side must have an even number of buckets, 2 or more, and max_distance beyond the exact half, got "
+                f"buckets={buckets}, max_distance={max_distance}; T5 has 32 and 128"
             )
         self.past = bucket_of_distance(side, max_distance)
         self.ahead = [] if geometry.causal else [side + bucket for bucket in self.past[:0:-1]]
         self.table = nn.Parameter(torch.empty(buckets, geometry.heads))
-        self._kept = Kept()
+        self._tables = TableCache()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """N(0, 0.02), as the rest of GPT-2."""
         nn.init.normal_(self.table, std=0.02)
 
-    def bias(
-        self, x: Tokens, query: Positions, key: Positions, state: State | None = None, start: Slot | None = None
-    ) -> DistanceBias:
+    def bias(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> DistanceBias:
         """The table spread out over the distances that differ."""
-        query, key = checked_positions(query, key)
-        reach = max(query.shape[1], key.shape[1])
-        table = self._kept.table(self._spread, reach, query.shape[1], self.table)
-        return DistanceBias(table, query, key, first=-len(self.ahead))
+        table = self._tables.table(self._spread, 1, self.table, decoding=is_decoding(layout))
+        return DistanceBias(table, layout.query, layout.key, first=-len(self.ahead))
 
     def _spread(self, _: int) -> Float[Tensor, "head distance"]:
         """One number per distance, as many as differ, however far there is to look."""

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from lengthwise.bias import DistanceBias
-from lengthwise.checks import check_whole
-from lengthwise.encodings.base import Encoding, Geometry, Slot, State, Tokens
-from lengthwise.encodings.positions import Positions, checked_positions
+from lengthwise.encodings.base import Encoding, Geometry, State, Tokens
+from lengthwise.errors import check_int
+from lengthwise.token_layout import TokenLayout
 
 
 class T5Clamped(Encoding):
@@ -25,7 +25,7 @@ class T5Clamped(Encoding):
 
     def __init__(self, geometry: Geometry, *, reach: int = 256) -> None:
         super().__init__(geometry)
-        check_whole("reach", reach, "The paper has 256.")
+        check_int("reach", reach, "The paper has 256.")
         self.first = 0 if geometry.causal else -reach
         self.table = nn.Parameter(torch.empty(geometry.heads, reach + 1 - self.first))
         self.reset_parameters()
@@ -34,8 +34,6 @@ class T5Clamped(Encoding):
         """N(0, 0.02)."""
         nn.init.normal_(self.table, std=0.02)
 
-    def bias(
-        self, x: Tokens, query: Positions, key: Positions, state: State | None = None, start: Slot | None = None
-    ) -> DistanceBias:
+    def bias(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> DistanceBias:
         """The table as it is."""
-        return DistanceBias(self.table, *checked_positions(query, key), first=self.first)
+        return DistanceBias(self.table, layout.query, layout.key, first=self.first)

@@ -5,6 +5,7 @@ refused before anything is computed.
 """
 
 import inspect
+import sys
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from lengthwise.attention.memory import total_bytes
-from lengthwise.checks import check_whole
+from lengthwise.errors import check_int
 from lengthwise.evaluate.rope import length_dependent
 from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.model.losses import head_loss
@@ -32,7 +33,7 @@ def token_losses(
     length = inputs.shape[1]
     if chunk is None or chunk >= length:
         return _last_losses(model, inputs, targets, None)
-    check_whole("chunk", chunk, "It counts tokens.")
+    check_int("chunk", chunk, "It counts tokens.")
     if length_dependent(model):
         raise ValueError(
             "chunks must give what one pass gives; the rotary angles of this model depend on the length, so keys that "
@@ -112,4 +113,4 @@ def fitting_chunk(model: PreTrainedModel, *, length: int, scored: int) -> int | 
 def _memory(model: PreTrainedModel) -> int:
     if model.device.type == "cuda":
         return int(torch.cuda.get_device_properties(model.device).total_memory)
-    return total_bytes()
+    return total_bytes() or sys.maxsize

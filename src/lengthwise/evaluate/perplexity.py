@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from lengthwise.checks import check_whole
 from lengthwise.encodings import PositionError
+from lengthwise.errors import check_int
 from lengthwise.evaluate.limits import check_length
 from lengthwise.evaluate.losses import fitting_chunk, token_losses
 from lengthwise.evaluate.score import Score
@@ -66,7 +66,7 @@ def checked_lengths(lengths: Sequence[int]) -> list[int]:
     if not lengths:
         raise ValueError("there must be a length to measure at; none came. Give e.g. 128 256 512.")
     for length in lengths:
-        check_whole("length", length, "It counts tokens.")
+        check_int("length", length, "It counts tokens.")
     return sorted(set(lengths))
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lengthwise.checks import check_whole
+from lengthwise.errors import check_int
 
 Sums = tuple[NDArray[np.float64], NDArray[np.float64]]
 """What is summed and what it is divided by, one number per document."""
@@ -53,7 +53,7 @@ def _mean_ratio(seeds: Sequence[Sums]) -> float:
 
 def _resampled(seeds: Sequence[Sums], *, rounds: int, seed: int) -> NDArray[np.float64]:
     """One mean ratio per round."""
-    check_whole("rounds", rounds, "2000 are usual.")
+    check_int("rounds", rounds, "2000 are usual.")
     documents = len(seeds[0][0])
     # Documents first and from a generator of their own, so that models with other numbers of seeds draw the same.
     drawn = np.random.default_rng([seed, 0]).multinomial(documents, np.full(documents, 1 / documents), size=rounds)

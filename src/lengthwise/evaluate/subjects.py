@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from lengthwise.errors import OptionError
 from lengthwise.evaluate.rope import Scaling, parse_scaling, uses_rope, with_scaling
 from lengthwise.runs import Run
 
@@ -50,6 +51,8 @@ def load_subject(
         with _bars_on_terminals_only():
             model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
             tokenizer = AutoTokenizer.from_pretrained(folder)
+    except OptionError as error:
+        raise OptionError(f"{str(source)!r} could not be loaded: {error}") from error
     except (OSError, ValueError) as error:
         raise OSError(
             f"{str(source)!r} must be a run, a folder with a causal language model and its tokenizer, or a name on the "

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from lengthwise.checks import check_choice, check_whole
+from lengthwise.errors import check_choice, check_int
 
 Protocol = Literal["fair", "paper", "sliding"]
 PROTOCOLS: tuple[Protocol, ...] = ("fair", "paper", "sliding")
@@ -55,9 +55,9 @@ def plan(
     sliding (half of the length).
     """
     check_choice("protocol", protocol, PROTOCOLS, "'fair' is the default.")
-    check_whole("windows", windows, "A few hundred give narrow intervals.")
+    check_int("windows", windows, "A few hundred give narrow intervals.")
     for name, value in (("length", length), ("stride", 1 if stride is None else stride)):
-        check_whole(name, value, "It counts tokens.")
+        check_int(name, value, "It counts tokens.")
     if total < longest + 1:
         raise ValueError(
             f"the text must have one token more than the longest length, {longest + 1:,}; it has {total:,}. "

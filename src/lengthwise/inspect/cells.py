@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lengthwise.checks import check_choice
+from lengthwise.errors import check_choice
 from lengthwise.inspect.record import Block, Record
 from lengthwise.views.maps import What
 

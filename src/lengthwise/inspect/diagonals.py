@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lengthwise.bias import Bias, DistanceBias, LevelBias, wide
+from lengthwise.bias import Bias
 from lengthwise.views.maps import Profile
 
 
@@ -125,7 +125,7 @@ def skewed(x: Tensor) -> Tensor:
 def uniform(bias: Bias, *, causal: bool) -> Profile | None:
     """The profile of a bias that is seen to depend on distance alone; None where it is not, or that is hard to see."""
     _, _, queries, keys = bias.shape
-    if bias.shape[0] != 1 or queries != keys or not _steady(bias):
+    if bias.shape[0] != 1 or queries != keys or not bias.is_uniform:
         return None
     past = bias.tile(slice(queries - 1, queries), slice(None))[0, :, 0].flip(-1)
     if causal:
@@ -133,14 +133,3 @@ def uniform(bias: Bias, *, causal: bool) -> Profile | None:
     ahead = bias.tile(slice(0, 1), slice(1, None))[0, :, 0].flip(-1)
     mean = torch.cat([ahead, past], -1).float().cpu()
     return Profile(1 - keys, mean, torch.zeros_like(mean))
-
-
-def _steady(bias: Bias) -> bool:
-    """Whether queries and keys stand in even steps, and slopes do not change."""
-    if isinstance(bias, DistanceBias):
-        return all(bool((x.diff() == 1).all()) for x in (bias.query, bias.key))
-    if isinstance(bias, LevelBias):
-        steps = torch.cat([bias.query_level.diff(), bias.key_level.diff()], -1)
-        slopes = wide(bias.slope)
-        return bool((steps == steps[..., :1]).all() and (slopes == slopes[..., :1]).all())
-    return False

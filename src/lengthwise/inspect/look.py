@@ -4,11 +4,10 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Literal, get_args
 
-import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from lengthwise.checks import came, check_choice, check_tensor, check_whole
+from lengthwise.errors import check_choice, check_int, check_tensor, describe
 from lengthwise.inspect.families import bloom, falcon, interface, mpt, ours
 from lengthwise.inspect.families.route import Route
 from lengthwise.inspect.proof import watched
@@ -82,7 +81,7 @@ def position_views(
         check_choice("what", what, WHATS, "See position_maps.")
     check_choice("shown", shown, get_args(Shown), "One sequence, or all of them.")
     if resolution is not None:
-        check_whole("resolution", resolution, "It counts tiles along a side.")
+        check_int("resolution", resolution, "It counts tiles along a side.")
     model = getattr(model, "_orig_mod", model)
     route = route_into(model)
     part = _checked_part(part, route)
@@ -172,7 +171,7 @@ def _checked_layers(layer: Layers, depth: int) -> list[int]:
         if not isinstance(one, int) or isinstance(one, bool) or not -depth <= one < depth:
             named = f" (Layer {one + 1})" if isinstance(one, int) and one >= 0 else ""
             raise ValueError(
-                f"layer must be a whole number from {-depth} to {depth - 1}, since there are {depth}; {came(one)} "
+                f"layer must be a whole number from {-depth} to {depth - 1}, since there are {depth}; {describe(one)} "
                 f"came{named}. Indices count from 0, or from -1 backwards; pictures and --layer count from 1."
             )
     if not asked:
@@ -205,7 +204,7 @@ def _inputs(
     if "decoder" in route.depths:
         # Without a text for the decoder it reads the encoder's, one token behind as in training.
         start = getattr(model.config, "decoder_start_token_id", None) or 0
-        behind = ids.roll(1, 1).index_fill(1, torch.tensor([0]), start)
+        behind = nn.functional.pad(ids, (1, -1), value=start)
         given = behind if decoder_input_ids is None else decoder_input_ids
         inputs["decoder_input_ids"] = _checked_ids(given, "decoder_input_ids", route.limit).to(device)
     elif decoder_input_ids is not None:

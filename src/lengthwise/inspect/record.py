@@ -1,7 +1,7 @@
 """What one layer of attention was given and what it made of it: the same for every model, whoever wrote it.
 
     content = scale q k^T
-    scores  = content + bias, or rescore(content, bias, q, mask), or softcap tanh(content / softcap)
+    scores  = content + bias, or what a rescore makes of both, or softcap tanh(content / softcap)
     weights = softmax(scores) over the keys that may be seen, and a sink where the model has one
 
 Everything is asked for by blocks of rows. `prove` holds these lines against the layer's own output, so that a model
@@ -15,9 +15,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lengthwise.attention.call import Rescore
-from lengthwise.attention.reference import softmax
-from lengthwise.bias import Bias, wide
+from lengthwise.attention.reference import of_heads, softmax
+from lengthwise.bias import Bias, at_least_float32
+from lengthwise.rescore import Rescore
 from lengthwise.views.tiles import fill
 
 Mask = Callable[[slice, slice], Bool[Tensor, "#batch 1 row column"]]
@@ -75,8 +75,7 @@ class Record:
         first = slice(0, 1)
         tensors = [self.q, self.k, self.v, self.out, self.mask(first, first)]
         if self.bias is not None:
-            tensors += self.bias.sources  # first: a bias may make them only now
-            tensors += [x for x in vars(self.bias).values() if isinstance(x, Tensor)]
+            tensors += self.bias.tensors().values()
         return [x._version for x in tensors]
 
     def bias_rows(self, rows: slice, columns: slice) -> Float[Tensor, "batch head row column"]:
@@ -89,14 +88,16 @@ class Record:
     def block(self, rows: slice, columns: slice) -> Block:
         """Some whole rows; the columns must be all that they may see."""
         may = self.mask(rows, columns)
-        q, k = wide(self.q[:, :, rows]), wide(self.k[:, :, columns])
+        q, k = at_least_float32(self.q[:, :, rows]), at_least_float32(self.k[:, :, columns])
         # Heads that share keys are rows of one product.
         grouped = (self.scale * q).unflatten(1, (k.shape[1], -1))
         products = grouped.flatten(2, 3) @ k.transpose(-1, -2)
         content = fill(products.unflatten(2, grouped.shape[2:4]).flatten(1, 2), may, 0)
         bias = None if self.bias is None else self.bias_rows(rows, columns)
         if self.rescore is not None:
-            scores = fill(self.rescore(content, torch.zeros_like(content) if bias is None else bias, q, may), may, 0)
+            added = torch.zeros_like(content) if bias is None else bias
+            keys = of_heads(self.k[:, :, columns], self.q.shape[1] // self.k.shape[1])
+            scores = fill(self.rescore.scores(content, added, q, keys, may, rows), may, 0)
             # What is added in the end is the positional part, whatever it was made from.
             bias = scores - content
         else:
@@ -108,10 +109,8 @@ class Record:
     def weights(self, block: Block) -> Float[Tensor, "batch head row column"]:
         """The softmax; a sink takes its share and is left out."""
         scores = fill(block.scores.clone(), block.may, -torch.inf)
-        if self.sinks is None:
-            return softmax(scores)
-        sink = wide(self.sinks)[None, :, None, None].expand(*scores.shape[:3], 1)
-        return torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+        sink = None if self.sinks is None else at_least_float32(self.sinks)[None, :, None].expand(scores.shape[:3])
+        return softmax(scores, sink)[0]
 
     def prove(self, name: str) -> None:
         """An error unless weights times values is the layer's own output, on its first and last rows."""
@@ -119,9 +118,9 @@ class Record:
         for rows in {(0, min(CHECKED, queries)), (max(0, queries - CHECKED), queries)}:
             block = self.block(slice(*rows), slice(0, keys))
             seen = block.may.any(-1)[..., None]
-            v = wide(self.v).repeat_interleave(self.q.shape[1] // self.v.shape[1], 1)
+            v = at_least_float32(self.v).repeat_interleave(self.q.shape[1] // self.v.shape[1], 1)
             expected = self.weights(block) @ v
-            difference = (expected - wide(self.out[:, :, slice(*rows)])).masked_fill(~seen, 0).abs().max()
+            difference = (expected - at_least_float32(self.out[:, :, slice(*rows)])).masked_fill(~seen, 0).abs().max()
             # A score's rounding is relative to the score, and a weight's to that; inside, float32 is usual everywhere.
             loudest = block.scores.abs().max()
             eps = max(torch.finfo(dtype).eps for dtype in (self.out.dtype, torch.float32))

@@ -9,11 +9,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lengthwise.bias import DenseBias
 from lengthwise.inspect.diagonals import Diagonals, uniform
 from lengthwise.inspect.record import Block, Record
 from lengthwise.views.maps import LayerMap, What
-from lengthwise.views.storage import detached
 from lengthwise.views.tiles import TilePool, blocks
 
 Shown = Literal["first", "mean"]
@@ -70,7 +68,7 @@ class Maker:
         self.described = None
         if what == "bias" and record.rescore is None and _one_for_all(record, wish.shown):
             assert record.bias is not None
-            self.described = detached(record.bias)
+            self.described = record.bias.first_sequence()
         keeps_tiles = what != "profile" and self.described is None
         self.tiles = TilePool(heads, queries, keys, self.pool) if keeps_tiles else None
         self.diagonals = Diagonals(record.shape, causal=record.causal)
@@ -125,18 +123,20 @@ def _described(record: Record, wish: Wish) -> LayerMap | None:
     bias = record.bias
     if record.rescore is not None or not record.context_free or bias is None or not _one_for_all(record, wish.shown):
         return None
-    kept, profile = detached(bias), uniform(bias, causal=record.causal)
-    if kept is None or profile is None:
+    profile = uniform(bias, causal=record.causal)
+    if profile is None:
         return None
     _, heads, queries, keys = record.shape
     nothing = torch.zeros(heads)
-    return LayerMap(record.layer, queries, keys, record.causal, kept, None, profile, nothing, nothing.clone())
+    return LayerMap(
+        record.layer, queries, keys, record.causal, bias.first_sequence(), None, profile, nothing, nothing.clone()
+    )
 
 
 def _one_for_all(record: Record, shown: Shown) -> bool:
     """Whether the described bias of the first sequence is what is to be shown."""
     assert record.bias is not None
-    return not isinstance(record.bias, DenseBias) and (record.bias.shape[0] == 1 or shown == "first")
+    return record.bias.is_compact and (record.bias.shape[0] == 1 or shown == "first")
 
 
 def _bias_alone(record: Record, rows: slice, columns: slice) -> Block:

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from lengthwise.bias import wide
+from lengthwise.bias import at_least_float32
 
 Turn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Queries and keys turned by the positions 0, 1, 2, ..."""
@@ -43,10 +43,10 @@ def kernel_of_turned(
     there the family lays out its angles in a way that is not known here.
     """
     apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
-    cos, sin = (wide(wave) for wave in waves)
+    cos, sin = (at_least_float32(wave) for wave in waves)
     if apply is None or cos.ndim != 3:
         return None
-    width, q, k = cos.shape[-1], wide(q), wide(k)
+    width, q, k = cos.shape[-1], at_least_float32(q), at_least_float32(k)
     power = (cos.square() + sin.square()).mean()
 
     def by(cos: Tensor, sin: Tensor) -> Turn:
@@ -68,6 +68,6 @@ def kernel_of_turned(
 def _mean(x: Tensor, real: Tensor | None) -> Tensor:
     """The mean over tokens and sequences, (1, head, 1, dim)."""
     if real is None:
-        return wide(x).mean((0, 2), keepdim=True)
+        return at_least_float32(x).mean((0, 2), keepdim=True)
     some = real[:, None, :, None]
-    return wide(x).masked_fill(~some, 0).sum((0, 2), keepdim=True) / some.sum()
+    return at_least_float32(x).masked_fill(~some, 0).sum((0, 2), keepdim=True) / some.sum()

@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from lengthwise.checks import check_whole
 from lengthwise.data import documents
+from lengthwise.errors import check_int
 from lengthwise.inspect.subject import Subject
 
 
@@ -23,7 +23,7 @@ class Sequences:
 def sample(subject: Subject, *, length: int | None, text: str | None, seed: int, count: int) -> Sequences:
     """`count` sequences of one length, the first of them the text if there is one, which has a length of its own."""
     if length is not None or text is None:
-        check_whole("length", length, "It counts tokens.")
+        check_int("length", length, "It counts tokens.")
     generator = torch.Generator().manual_seed(seed)
     tokenizer = subject.tokenizer
     if tokenizer is None:

@@ -14,9 +14,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from lengthwise.attention import attend, checked_call, explain
-from lengthwise.attention.call import Rescore
-from lengthwise.bias import Bias, wide
-from lengthwise.model.frame import Frame
+from lengthwise.bias import Bias, at_least_float32
+from lengthwise.rescore import Rescore
+from lengthwise.token_layout import TokenLayout
 
 NAME = "lengthwise"
 
@@ -31,23 +31,26 @@ def lengthwise_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
+    layout: TokenLayout | None = None,
     bias: Bias | None = None,
     rescore: Rescore | None = None,
-    frame: Frame | None = None,
+    logit_scale: Tensor | None = None,
+    sink: Tensor | None = None,
     output_attentions: bool = False,
     **kwargs: Any,
 ) -> Output:
     """`lw.attend` under transformers' signature; the weights only if asked for, by the reference."""
-    if frame is None:
+    if layout is None:
         raise NotImplementedError(
-            "attention 'lengthwise' needs to know where tokens stand, which only Lengthwise models tell; "
-            f"{type(module).__name__} called it. Use 'sdpa' there."
+            f"attention 'lengthwise' needs a layout of the tokens, which only Lengthwise models give, got none from "
+            f"{type(module).__name__}; use 'sdpa' there"
         )
-    masks: dict[str, Any] = {"key_mask": frame.key_mask, "documents": frame.documents, "start": frame.start}
+    parts: dict[str, Any] = {"bias": bias, "rescore": rescore, "logit_scale": logit_scale, "sink": sink}
     if output_attentions:
-        found = explain(checked_call(query, key, value, bias=bias, rescore=rescore, **masks))
-        return found.out.transpose(1, 2), found.weights.to(query.dtype)
-    return attend(query, key, value, bias=bias, rescore=rescore, **masks).transpose(1, 2), None
+        explanation = explain(query, key, value, layout=layout, **parts)
+        assert explanation.weights is not None
+        return explanation.out.transpose(1, 2), explanation.weights.to(query.dtype)
+    return attend(query, key, value, layout=layout, **parts).transpose(1, 2), None
 
 
 def lengthwise_mask(*, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
@@ -61,43 +64,35 @@ def eager_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    *,
-    scaling: float,
-    position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> Output:
     """Attention in plain matrices, for those who want the weights."""
-    scores = scaling * query @ key.transpose(-1, -2)
-    for term in (position_bias, attention_mask):
-        scores = scores if term is None else scores + term
-    weights = scores.softmax(-1)
-    return (weights @ value).transpose(1, 2), weights
+    return lengthwise_attention(module, query, key, value, None, **(kwargs | {"output_attentions": True}))
 
 
 def stock_inputs(
-    query: Tensor, key: Tensor, value: Tensor, bias: Bias | None, frame: Frame, *, implementation: str
+    query: Tensor, key: Tensor, value: Tensor, bias: Bias | None, layout: TokenLayout, *, implementation: str
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | BlockMask | None, Tensor | None]:
     """Queries, keys and values, the mask and the position bias of one call, as the stock functions take them.
 
     Masks are added: the smallest number where a key must not be seen, so that rows which see nothing stay finite. Flex
     wants its own kind of mask; with a tensor torch 2.13's kernel for CPUs writes out of bounds.
     """
-    call = checked_call(
-        query, key, value, key_mask=frame.key_mask, documents=frame.documents, start=frame.start, bias=bias
-    )
-    if bias is None and implementation == "sdpa" and call.is_plain and call.queries in (1, call.keys):
+    call = checked_call(query, key, value, layout=layout, bias=bias)
+    if bias is None and implementation == "sdpa" and call.visibility.is_plain and call.queries in (1, call.keys):
         return (query, key, value), None, None
-    query, key, value = (wide(x).contiguous() for x in (query, key, value))
+    query, key, value = (at_least_float32(x).contiguous() for x in (query, key, value))
     shape = (call.batch, call.heads, call.queries, call.keys)
     dense = None if bias is None else bias.dense().to(query.dtype).expand(shape).contiguous()
-    may = call.mask().expand(call.batch, -1, -1, -1).contiguous()
-    if implementation == "flex_attention":
-        block = create_block_mask(
-            lambda b, h, q, k: may[b, 0, q, k], call.batch, None, call.queries, call.keys, device=query.device.type
-        )
-        return (query, key, value), block, dense
-    mask = torch.zeros_like(may, dtype=query.dtype).masked_fill(~may, torch.finfo(query.dtype).min)
-    return (query, key, value), mask, dense
+    visible = call.visibility.mask().expand(call.batch, -1, -1, -1)
+    if implementation != "flex_attention":
+        mask = torch.zeros_like(visible, dtype=query.dtype).masked_fill(~visible, torch.finfo(query.dtype).min)
+        return (query, key, value), mask.contiguous(), dense
+    every = visible.expand(shape).contiguous()
+    block = create_block_mask(
+        lambda b, h, q, k: every[b, h, q, k], call.batch, call.heads, call.queries, call.keys, device=query.device.type
+    )
+    return (query, key, value), block, dense
 
 
 AttentionInterface.register(NAME, lengthwise_attention)

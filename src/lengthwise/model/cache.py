@@ -1,96 +1,169 @@
-"""An encoding's state inside transformers' own caches: as extra channels of the keys.
+"""An encoding's state inside transformers' caches: in a cache layer of its own, beside the keys and values.
 
-Caches know keys and values alone, and crop, reorder and repeat them; a state that rides in the keys goes along. Values
-are widened only for a static cache that was made ahead of time, which has one width for both. A float32 number does
-not fit into a half-precision channel, so there it rides in three: what one rounds away, the next one holds, raised by
-as many bits as the first has so that it does not sink below the smallest number.
+The state of a layer is kept by a second layer of the same kind, its twin, whose keys are the state's numbers: what a
+cache does to keys (crop, reorder, repeat, slide, offload) happens to the state by transformers' own code. The twin has
+its own heads and dtype: as many as there are queries', in float32 or better, whatever the keys have.
 """
 
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import QuantizedLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
 from lengthwise.encodings.base import State
 
-HALVES = {torch.bfloat16: 8, torch.float16: 11}
-"""How many bits of precision a half-precision number has."""
-
-PARTS = 3
-"""So many half-precision channels hold a float32 number: 24 bits."""
+Numbers = Float[Tensor, "batch head position number"]
 
 
-def channels(numbers: int, dtype: torch.dtype) -> int:
-    """How many channels so many numbers per token and head take."""
-    return numbers * (PARTS if dtype in HALVES else 1)
+class StateLayer(CacheLayerMixin):
+    """A cache layer, made of an empty one, that passes on to its twin whatever happens to it."""
+
+    def __init__(self, layer: Any) -> None:
+        for name, value in vars(layer).items():
+            setattr(self, name, value)
+        room = getattr(layer, "max_cache_len", None)
+        self.twin = type(layer)(max_cache_len=room, sliding_window=getattr(layer, "sliding_window", room))
+        if getattr(layer, "record_past", False):
+            self.twin.activate_past_recording()
+        self.visible: Numbers | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, state: Numbers, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Add new tokens; all keys and values. `state` of all of them is then in `visible`, until it is taken."""
+        keys, values = super().update(key_states, value_states, *args, **kwargs)  # type: ignore[safe-super]
+        self.visible = self.twin.update(state, state[..., :0])[0]
+        return keys, values
+
+    def take(self) -> Numbers:
+        """The state of the keys that the last update returned."""
+        visible, self.visible = self.visible, None
+        assert visible is not None
+        return visible
+
+    def offload(self) -> None:
+        """Move to the CPU."""
+        super().offload()
+        self.twin.offload()
+
+    def prefetch(self) -> None:
+        """Move back."""
+        super().prefetch()
+        self.twin.prefetch()
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        super().reset()
+        self.twin.reset()
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Sequences in another order."""
+        super().reorder_cache(beam_idx)
+        self.twin.reorder_cache(beam_idx)
+
+
+class DynamicStateLayer(StateLayer, DynamicLayer):
+    """Grows with the tokens."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens."""
+        super().crop(tokens_to_remove)
+        self.twin.crop(tokens_to_remove)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence several times."""
+        super().batch_repeat_interleave(repeats)
+        self.twin.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Some of the sequences."""
+        super().batch_select_indices(indices)
+        self.twin.batch_select_indices(indices)
+
+
+class DynamicSlidingStateLayer(DynamicStateLayer, DynamicSlidingWindowLayer):
+    """Grows up to a window."""
+
+    def activate_past_recording(self) -> None:
+        """Keep what leaves the window until the next `crop`."""
+        super().activate_past_recording()
+        self.twin.activate_past_recording()
+
+
+class StaticStateLayer(StateLayer, StaticLayer):
+    """Has all its room from the start."""
+
+
+class StaticSlidingStateLayer(StateLayer, StaticSlidingWindowLayer):
+    """Has the room of a window from the start."""
+
+
+KINDS: dict[type, type[StateLayer]] = {
+    DynamicLayer: DynamicStateLayer,
+    DynamicSlidingWindowLayer: DynamicSlidingStateLayer,
+    StaticLayer: StaticStateLayer,
+    StaticSlidingWindowLayer: StaticSlidingStateLayer,
+}
 
 
 def remember(
     cache: Cache,
     layer: int,
-    k: Float[Tensor, "batch head query dim"],
-    v: Float[Tensor, "batch head query dim"],
+    k: Float[Tensor, "batch kv_head query dim"],
+    v: Float[Tensor, "batch kv_head query dim"],
     state: State | None,
-    keys: int,
 ) -> tuple[Tensor, Tensor, State | None]:
-    """Add new tokens to the cache; keys, values and state of the first `keys` slots, old and new."""
+    """Add new tokens to the cache; keys, values and state of all slots that it has."""
     if not state:
         k, v = cache.update(k, v, layer)
-        return _filled(k, keys), _filled(v, keys), state
-    if layer < len(cache.layers) and isinstance(cache.layers[layer], QuantizedLayer):
+        return k, v, state
+    holder = _holder(cache, layer)
+    k, v = cache.update(k, v, layer, state=_packed(state))
+    return k, v, _unpacked(holder.take(), state)
+
+
+def _holder(cache: Cache, layer: int) -> StateLayer:
+    """The cache's layer, made one that can hold a state if it cannot yet."""
+    while cache.layer_class_to_replicate is not None and len(cache.layers) <= layer:
+        cache.layers.append(cache.layer_class_to_replicate())
+    found: Any = cache.layers[layer]
+    if isinstance(found, StateLayer):
+        return found
+    if type(found) not in KINDS:
         raise NotImplementedError(
-            "a quantised cache would round the encoding's state and with it every position; it came with an encoding "
-            "that has one. Use a dynamic or a static cache."
+            f"expected a dynamic or a static cache for an encoding with a state, got a layer {type(found).__name__}: "
+            "a quantised cache, for one, would round the state and with it every position"
         )
-    dim, width, dtype = k.shape[-1], channels(1, k.dtype), k.dtype
-    k = torch.cat([k, *(split(numbers, dtype) for numbers in state.values())], -1)
-    k, v = cache.update(k, _as_wide_as_made(cache, layer, v, k.shape[-1] - dim), layer)
-    k, *parts = _filled(k, keys).split_with_sizes([dim, *(width for _ in state)], -1)
-    v = _filled(v, keys)
-    return k, v if v.shape[-1] == dim else v[..., :dim], dict(zip(state, map(join, parts), strict=True))
-
-
-def _filled(x: Tensor, keys: int) -> Tensor:
-    """Without the room that a static cache has behind."""
-    return x if x.shape[2] == keys else x[:, :, :keys]
-
-
-def _as_wide_as_made(cache: Cache, layer: int, v: Tensor, extra: int) -> Tensor:
-    """The values, widened if the cache was made ahead of time for keys with a state; an error if without."""
-    made = cache.layers[layer] if layer < len(cache.layers) else None
-    keys, values = (getattr(made, name, None) for name in ("keys", "values"))
-    if keys is None or values is None or keys.ndim != 4:
-        return v
-    dim = v.shape[-1]
-    if keys.shape[-1] != dim + extra:
+    if not torch.compiler.is_compiling() and int(found.get_seq_length()) > 0:
         raise ValueError(
-            f"keys with the encoding's state are {dim + extra} wide; the cache was made for {keys.shape[-1]}. Make it "
-            "with the widths of model._get_static_cache_init_shape(), or leave out early_initialization."
+            f"expected an empty cache or one filled by this model, got {int(found.get_seq_length())} tokens without "
+            "the encoding's state"
         )
-    return v if values.shape[-1] == dim else F.pad(v, (0, values.shape[-1] - dim))
+    holder = KINDS[type(found)](found)
+    cache.layers[layer] = holder
+    return holder
 
 
-def split(x: Float[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape part"]:
-    """x as channels of a dtype, none of it lost.
-
-    >>> x = torch.tensor([0.1, 1234.5678])
-    >>> torch.equal(join(split(x, torch.bfloat16)), x)
-    True
-    """
-    if dtype not in HALVES:
-        return (x if x.dtype == dtype else x.to(dtype)).unsqueeze(-1)
-    parts: list[Tensor] = []
-    for _ in range(PARTS):
-        parts.append(x.to(dtype))
-        x = (x - parts[-1].to(x.dtype)) * 2 ** HALVES[dtype]
-    return torch.stack(parts, -1)
+def _packed(state: State) -> Numbers:
+    """All numbers of a token along one axis."""
+    parts = [numbers.unsqueeze(-1) if numbers.ndim == 3 else numbers.flatten(3) for numbers in state.values()]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
-def join(parts: Float[Tensor, "*shape part"]) -> Float[Tensor, "*shape"]:
-    """The numbers that `split` took apart, in float32 or better."""
-    if parts.dtype not in HALVES:
-        return parts.squeeze(-1)
-    raised = 2.0 ** -(HALVES[parts.dtype] * torch.arange(PARTS, device=parts.device, dtype=torch.float64))
-    return (parts.double() * raised).sum(-1).float()
+def _unpacked(numbers: Numbers, like: State) -> State:
+    """The numbers by name, each with the axes that it has in `like`."""
+    sizes = [part.shape[3:].numel() for part in like.values()]
+    parts = [numbers] if len(sizes) == 1 else numbers.split_with_sizes(sizes, -1)
+    return {
+        name: part.unflatten(3, x.shape[3:]) if x.ndim > 3 else part.squeeze(3)
+        for (name, x), part in zip(like.items(), parts, strict=True)
+    }

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 
 from lengthwise.encodings import ENCODINGS, Geometry
 from lengthwise.encodings.registry import build, find
+from lengthwise.errors import OptionError
 
 PRESETS = {
     "nano": {"n_layer": 4, "n_head": 12, "n_embd": 192},
@@ -38,6 +39,7 @@ class LengthwiseConfig(PreTrainedConfig):
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     attribute_map: ClassVar[dict[str, str]] = {
         "hidden_size": "n_embd",
+        "layer_norm_eps": "layer_norm_epsilon",
         "max_position_embeddings": "n_positions",
         "num_attention_heads": "n_head",
         "num_hidden_layers": "n_layer",
@@ -116,14 +118,17 @@ class LengthwiseConfig(PreTrainedConfig):
             )
         find(self.encoding)
         with torch.device("meta"):
-            build(self.encoding, self.geometry, self.encoding_options or {})
+            try:
+                build(self.encoding, self.geometry, self.encoding_options or {})
+            except (TypeError, ValueError) as error:
+                raise OptionError(str(error)) from error
 
     @classmethod
     def _refuse_strangers(cls, kwargs: dict[str, Any]) -> None:
         """An error for a keyword that was meant for a field or an encoding: transformers would keep it unread."""
         known = [field.name for field in fields(cls)]
         owners = {option: name for name, encoding in ENCODINGS.items() for option in encoding.options()}
-        for name in kwargs:
+        for name in kwargs.keys() - cls.attribute_map.keys():
             if name in owners:
                 raise TypeError(
                     f"{name!r} is not a field of the config; it is an option of the encoding {owners[name]!r}. "

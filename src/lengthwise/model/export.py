@@ -31,7 +31,7 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_lengthwise.LengthwiseForCausalLM",
 }
 BACKENDS = ("reference", "sdpa")
-PREFERENCE = '''def preference(call: Call) -> tuple[str, ...]:
+PREFERENCE = '''def preference(call: AttentionCall) -> tuple[str, ...]:
     """The order in which "auto" asks the backends."""
     return ("sdpa", "reference")'''
 """The choice among the backends that come along, in place of the one among all."""

@@ -10,12 +10,19 @@ from lengthwise.model.configuration import LengthwiseConfig
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 MUST_AGREE = ("n_head", "encoding", "encoding_options", "share_encoding")
 """What weights mean depends on these, and no shape tells: GPT-2's have the same shapes with any number of heads."""
+HEAD = "lm_head."
+"""Weights that a checkpoint of the model without its head does not have, unless they are those of the embedding."""
 
 
 def checked_checkpoint(name: Any, kwargs: dict[str, Any]) -> None:
-    """An error unless the checkpoint is one of ours, of the asked heads and encoding, and in safetensors."""
+    """An error unless the checkpoint is one of ours, of the asked heads and encoding, and in safetensors.
+
+    Weights that come as a state_dict, without a checkpoint, are the caller's own.
+    """
     refuse_pickles(name, asked=kwargs.get("use_safetensors") is False)
     kwargs["use_safetensors"] = True
+    if name is None:
+        return
     stored, _ = PreTrainedConfig.get_config_dict(name, **_where(kwargs))
     if stored.get("model_type") != LengthwiseConfig.model_type:
         raise ValueError(
@@ -45,9 +52,9 @@ def refuse_pickles(name: Any, *, asked: bool = False) -> None:
 
 
 def checked_loading(name: Any, info: dict[str, Any]) -> None:
-    """An error unless every weight was found, of the right shape, and none was left over."""
+    """An error unless every weight was found, of the right shape, and none was left over, but for the head's."""
     for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if found := sorted(map(str, info.get(fault, ()))):
+        if found := sorted(key for key in map(str, info.get(fault, ())) if not key.startswith(HEAD)):
             raise ValueError(
                 f"the weights of {name} must fit the model; there are {fault.replace('_', ' ')}: "
                 f"{', '.join(found[:4])}{' ...' * (len(found) > 4)}. The checkpoint is of another model, or broken."

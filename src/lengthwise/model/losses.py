@@ -89,6 +89,12 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        # Gradients are recorded here only for a second derivative, in which d_x and d_weight would count as constants.
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "model.loss has no second derivative, got create_graph=True. Use model(ids, labels=labels).loss, which "
+                "keeps the logits."
+            )
         saved = list(ctx.saved_tensors)
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         d_x = saved.pop(0) * gradient if wants_x else None

@@ -10,7 +10,7 @@ Weights have GPT-2's names, so its checkpoints load; `learned` is `transformer.w
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -23,18 +23,19 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
-from transformers.utils.generic import can_return_tuple
+from transformers.utils.generic import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from lengthwise.bias import Bias
+from lengthwise.bias import Bias, SumBias
 from lengthwise.encodings import Encoding
 from lengthwise.encodings.registry import build
 from lengthwise.model.attention import NAME, eager_attention, stock_inputs
-from lengthwise.model.cache import channels, remember
+from lengthwise.model.cache import remember
 from lengthwise.model.configuration import LengthwiseConfig
-from lengthwise.model.frame import Frame, make_frame
+from lengthwise.model.layout import added_by, make_layout, with_mask
 from lengthwise.model.loading import checked_checkpoint, checked_loading
 from lengthwise.model.losses import head_loss
+from lengthwise.token_layout import TokenLayout
 
 logger = logging.get_logger(__name__)
 
@@ -66,45 +67,65 @@ class LengthwiseAttention(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "batch query width"],
-        frame: Frame,
+        layout: TokenLayout,
         *,
         encoding: Encoding | None = None,
         bias: Bias | None = None,
+        added: Bias | None = None,
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """What attention adds to the tokens, and its weights if they were asked for."""
         encoding = encoding or self.encoding
         q, k, v = self.c_attn(x).unflatten(-1, (3, self.config.n_head, -1)).permute(2, 0, 3, 1, 4)
-        state = encoding.state(x, frame.query_mask)
+        state = encoding.state(x, layout.query_mask)
         # Keys are cached as they meet queries, unless that changes as the sequence grows.
         late = encoding.length_dependent or state is not None
         if encoding.overrides("rotate") and not late:
-            q, k = encoding.rotate(q, k, frame.query, frame.query)
+            q, k = encoding.rotate(q, k, layout.new_tokens())
         if past_key_values is not None:
-            k, v, state = remember(past_key_values, self.layer_idx, k, v, state, frame.keys)
+            k, v, state = remember(past_key_values, self.layer_idx, k, v, state)
+        # Without the room that a static cache has behind; weights cover it, as everywhere in transformers.
+        room = k.shape[2] - layout.key_count
+        if room:
+            k, v = k[:, :, : layout.key_count], v[:, :, : layout.key_count]
+            state = state and {name: numbers[:, :, : layout.key_count] for name, numbers in state.items()}
         if encoding.overrides("rotate") and late:
-            q, k = encoding.rotate(q, k, frame.query, frame.key, state)
-        if bias is None and encoding.overrides("bias"):
-            start = () if state is None or frame.start is None else (frame.start,)
-            bias = encoding.bias(x, frame.query, frame.key, state, *start)
-
-        out, weights = self._attend(q, k, v, bias, encoding, frame, **kwargs)
+            q, k = encoding.rotate(q, k, layout, state)
+        if bias is None:
+            bias = encoding.bias(x, layout, state)
+        if added is not None:
+            bias = added if bias is None else SumBias((bias, added))
+        parts: dict[str, Any] = {
+            "rescore": encoding.rescore(x, layout, state),
+            "logit_scale": encoding.logit_scale(x, layout),
+            "sink": encoding.sink(x),
+        }
+        out, weights = self._attend(q, k, v, bias, encoding, layout, **parts, **kwargs)
+        if room and weights is not None:
+            weights = F.pad(weights, (0, room))
         out = self.c_proj(out.to(x.dtype).flatten(2))
         return self.resid_dropout(out), weights
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, encoding: Encoding, frame: Frame, **kwargs: Any
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Bias | None,
+        encoding: Encoding,
+        layout: TokenLayout,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         implementation = self.config._attn_implementation
         attention: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
             implementation, eager_attention
         )
-        if implementation == NAME:
-            rescore = encoding.rescore if encoding.overrides("rescore") else None
-            return attention(self, q, k, v, None, bias=bias, rescore=rescore, frame=frame, **kwargs)
-        qkv, mask, dense = stock_inputs(q, k, v, bias, frame, implementation=implementation)
-        return attention(self, *qkv, mask, scaling=self.scaling, dropout=0.0, position_bias=dense, **kwargs)
+        if implementation in (NAME, "eager"):
+            return attention(self, q, k, v, None, bias=bias, layout=layout, **kwargs)
+        qkv, mask, dense = stock_inputs(q, k, v, bias, layout, implementation=implementation)
+        out, weights = attention(self, *qkv, mask, scaling=self.scaling, dropout=0.0, position_bias=dense, **kwargs)
+        return out, None if weights is None else weights.to(q.dtype)
 
 
 class LengthwiseMLP(nn.Module):
@@ -132,9 +153,9 @@ class LengthwiseBlock(GradientCheckpointingLayer):
         self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.mlp = LengthwiseMLP(config)
 
-    def forward(self, x: Float[Tensor, "batch query width"], frame: Frame, **kwargs: Any) -> Tensor:
+    def forward(self, x: Float[Tensor, "batch query width"], layout: TokenLayout, **kwargs: Any) -> Tensor:
         """The tokens after this layer."""
-        x = x + self.attn(self.ln_1(x), frame, **kwargs)[0]
+        x = x + self.attn(self.ln_1(x), layout, **kwargs)[0]
         return x + self.mlp(self.ln_2(x))
 
 
@@ -153,22 +174,35 @@ class LengthwisePreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": LengthwiseBlock, "attentions": LengthwiseAttention}
-    _keep_in_fp32_modules_strict = ["encoding"]
 
     def __init__(self, config: LengthwiseConfig, *args: Any, **kwargs: Any) -> None:
         config.check()
+        # Stock kernels add to the scores and cannot replace them.
+        self._supports_sdpa = self._supports_flex_attn = not config.rescores
         super().__init__(config, *args, **kwargs)
+
+    def post_init(self) -> None:
+        """As in transformers; what an encoding learns stays in float32, under the name that it has here."""
+        parts = {part for name in self.state_dict() for part in name.split(".")}
+        self._keep_in_fp32_modules_strict = parts & {"encoding", "wpe"}
+        super().post_init()
 
     @classmethod
     def from_pretrained(
         cls, pretrained_model_name_or_path: Any, *model_args: Any, output_loading_info: bool = False, **kwargs: Any
     ) -> Any:
-        """As in transformers, but a checkpoint that does not fit, or is a pickle, is refused and the reason given."""
+        """As in transformers, but a checkpoint that does not fit, or is a pickle, is refused and the reason given.
+
+        Who asks for the loading info gets it in place of a refusal.
+        """
         name = pretrained_model_name_or_path
         checked_checkpoint(name, kwargs)
         loaded: Any = super().from_pretrained(name, *model_args, output_loading_info=True, **kwargs)
-        checked_loading(name, loaded[1])
-        return loaded if output_loading_info else loaded[0]
+        if output_loading_info:
+            return loaded
+        if name is not None:
+            checked_loading(name, loaded[1])
+        return loaded[0]
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
         """Ours if none is asked for; a refusal by name of those that take no bias, or would drop a rescore."""
@@ -176,15 +210,12 @@ class LengthwisePreTrainedModel(PreTrainedModel):
             return NAME
         known = ["eager", *(n for n in ALL_ATTENTION_FUNCTIONS.valid_keys() if "flash" not in n and "paged" not in n)]
         if attn_implementation not in known:
-            why = "flash attention takes no bias" if "flash" in attn_implementation else "it is not known here"
+            why = "it takes no bias" if "flash" in attn_implementation else f"known are {', '.join(map(repr, known))}"
+            raise ValueError(f'Specified `attn_implementation="{attn_implementation}"` is not supported: {why}.')
+        if self.config.rescores and attn_implementation != "eager":
             raise ValueError(
-                f"attention {attn_implementation!r} cannot run a Lengthwise model: {why}. "
-                f"Use {NAME!r}, which is the default, or one of {', '.join(map(repr, known))}."
-            )
-        if self.config.rescores:
-            raise ValueError(
-                f"attention {attn_implementation!r} cannot run the encoding {self.config.encoding!r}, which replaces "
-                f"the scores: stock attention only adds to them. Use {NAME!r}, which is the default."
+                f'Specified `attn_implementation="{attn_implementation}"` is not supported by the encoding '
+                f"{self.config.encoding!r}, which replaces the scores: expected {NAME!r} or 'eager'."
             )
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
 
@@ -232,7 +263,7 @@ class LengthwiseModel(LengthwisePreTrainedModel):
         self.post_init()
 
     @capture_outputs  # type: ignore[untyped-decorator]
-    def forward(
+    def forward(  # type: ignore[misc]
         self,
         input_ids: Int[Tensor, "batch query"] | None = None,
         attention_mask: Tensor | None = None,
@@ -240,7 +271,7 @@ class LengthwiseModel(LengthwisePreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Float[Tensor, "batch query width"] | None = None,
         use_cache: bool | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
         """The tokens after the last layer, and the cache if there is one."""
         tokens = checked_input(input_ids, inputs_embeds)
@@ -252,22 +283,23 @@ class LengthwiseModel(LengthwisePreTrainedModel):
             use_cache = False
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        frame = self._frame(tokens, attention_mask, position_ids, past_key_values)
+        layout, added = self._layout(tokens, attention_mask, position_ids, past_key_values)
 
         x = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
         encoding = self.wpe if self.config.embeds else getattr(self, "encoding", None)
-        x = self.drop(encoding.embed(x, frame.query) if encoding is not None else x)
+        x = self.drop(encoding.embed(x, layout) if encoding is not None else x)
         bias = None
         # A checkpointed layer makes its own, or no gradient would flow through it.
         if encoding is not None and encoding.context_free and not checkpointing:
-            bias = encoding.bias(x, frame.query, frame.key)
+            bias = encoding.bias(x, layout)
         weights = kwargs.get("output_attentions", self.config.output_attentions)
         for block in self.h:
             x = block(
                 x,
-                frame,
+                layout,
                 encoding=encoding,
                 bias=bias,
+                added=added,
                 past_key_values=past_key_values,
                 output_attentions=bool(weights),
             )
@@ -275,27 +307,33 @@ class LengthwiseModel(LengthwisePreTrainedModel):
             last_hidden_state=self.ln_f(x), past_key_values=past_key_values if use_cache else None
         )
 
-    def _frame(
+    def _layout(
         self, tokens: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Cache | None
-    ) -> Frame:
-        if cache is None:
-            return make_frame(tokens, attention_mask=attention_mask, position_ids=position_ids)
-        if not isinstance(cache, Cache):
+    ) -> tuple[TokenLayout, Bias | None]:
+        """Where the tokens stand, and what an explicit mask of numbers adds to their scores."""
+        explicit = attention_mask if attention_mask is not None and attention_mask.ndim == 4 else None
+        if cache is not None and not isinstance(cache, Cache):
             raise TypeError(
-                f"past_key_values must be a Cache of transformers; a {type(cache).__name__} came. Use DynamicCache()."
+                f"past_key_values must be a Cache of transformers, e.g. DynamicCache(), got a {type(cache).__name__}"
             )
         # A static cache hands out the counter that it goes on to raise.
-        past = cache.get_seq_length()
+        past = 0 if cache is None else cache.get_seq_length()
         past = past.clone() if isinstance(past, Tensor) else past
-        capacity = cache.get_mask_sizes(tokens.shape[1], 0)[0] if cache.is_compileable else None
-        return make_frame(
+        capacity = None
+        if cache is not None and cache.is_compileable:
+            capacity = cache.get_mask_sizes(tokens.shape[1], 0)[0]
+        layout = make_layout(
             tokens,
-            attention_mask=attention_mask,
+            attention_mask=attention_mask if explicit is None else None,
             position_ids=position_ids,
             past=past,
             capacity=capacity,
-            cached=True,
+            cached=cache is not None,
         )
+        if explicit is None:
+            return layout, None
+        layout = with_mask(layout, explicit, tokens.shape[0], self.config.n_head, capacity)
+        return layout, added_by(explicit, layout)
 
 
 class LengthwiseForCausalLM(LengthwisePreTrainedModel, GenerationMixin):
@@ -310,7 +348,7 @@ class LengthwiseForCausalLM(LengthwisePreTrainedModel, GenerationMixin):
         self.post_init()
 
     @can_return_tuple  # type: ignore[untyped-decorator]
-    def forward(
+    def forward(  # type: ignore[misc]
         self,
         input_ids: Int[Tensor, "batch query"] | None = None,
         attention_mask: Tensor | None = None,
@@ -320,7 +358,7 @@ class LengthwiseForCausalLM(LengthwisePreTrainedModel, GenerationMixin):
         labels: Int[Tensor, "batch query"] | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """Logits, and the loss of predicting each label from the tokens before it, as in transformers."""
         out = self.transformer(
@@ -365,17 +403,10 @@ class LengthwiseForCausalLM(LengthwisePreTrainedModel, GenerationMixin):
     @staticmethod
     def create_masks_for_generate(*, attention_mask: Tensor | None, past_key_values: Cache, **kwargs: Any) -> Any:
         """The padding mask itself, as long as the static cache, so that its shape does not change while decoding."""
-        if attention_mask is None:
-            return None
+        if attention_mask is None or attention_mask.ndim == 4:
+            return attention_mask
         capacity, _ = past_key_values.get_mask_sizes(1, 0)
         return F.pad(attention_mask, (0, capacity - attention_mask.shape[1]))
-
-    def _get_static_cache_init_shape(self) -> tuple[int, int]:
-        """Heads and the width of a key with its state."""
-        transformer = self.transformer
-        encoding = next(part for part in transformer.modules() if isinstance(part, Encoding))
-        state = encoding.state(transformer.wte.weight[:1, None])
-        return self.config.n_head, self.config.head_dim + channels(len(state or ()), self.dtype)
 
 
 def checked_input(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:

@@ -1,7 +1,7 @@
 """What keeps a server from being overrun: how long a connection may wait, how many there are, how much may be sent.
 
-uvicorn waits without end for the first request of a connection. Here such a connection is closed, and the oldest of
-too many.
+uvicorn waits without end for the first request of a connection. Here such a connection is closed, and so is a new one
+where there are too many.
 """
 
 import asyncio

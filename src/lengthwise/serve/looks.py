@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from lengthwise.checks import check_whole
+from lengthwise.errors import check_int
 from lengthwise.inspect.cells import Cells
 from lengthwise.inspect.look import position_records
 from lengthwise.inspect.paging import look, snapshots_of
@@ -49,7 +49,7 @@ class Looks:
     """Everything that needs a model."""
 
     def __init__(self, library: Library, *, limit: int = LIMIT) -> None:
-        check_whole("max_tokens", limit, "It counts tokens.")
+        check_int("max_tokens", limit, "It counts tokens.")
         self.library, self.limit = library, limit
         self._models: Kept[Subject] = Kept(MODELS)
         self._cells: Kept[Cells] = Kept(LOOKS)

@@ -10,6 +10,7 @@ from lengthwise.encodings.registry import find
 from lengthwise.runs import Run
 from lengthwise.study.config import StudyConfig
 from lengthwise.train.config import Settings, TrainConfig
+from lengthwise.train.loop import model_config
 
 SHARED = (
     "preset",
@@ -112,6 +113,7 @@ def parts(config: StudyConfig) -> list[Part]:
                 evaluate_lengths=[length],
                 **shared,
             )
+            model_config(settings.resolved(), vocabulary=1)  # an error for options that the encoding does not take
             found.append(Part(encoding, seed, settings))
     return found
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from lengthwise.checks import check_whole
 from lengthwise.data.tokens import file_hash
 from lengthwise.encodings.registry import find
+from lengthwise.errors import check_int
 from lengthwise.evaluate import LengthTable, Score
 from lengthwise.evaluate.measuring import Measure, held_out_text, score_subject
 from lengthwise.evaluate.subjects import Subject, load_subject
@@ -45,7 +45,7 @@ def run_study(config: StudyConfig) -> str:
     chosen = parts(config)
     check_paper(config.paper)
     if config.jobs is not None:
-        check_whole("jobs", config.jobs, "One trains one run after the other.")
+        check_int("jobs", config.jobs, "One trains one run after the other.")
     what = measure_of(config, chosen[0])
     out = Path(config.out)
     with Progress(chosen, what) as progress:

@@ -156,17 +156,17 @@ class Settings(TrainConfig):
     warmup: int = 0
 
     def __post_init__(self) -> None:
-        from lengthwise.checks import check_number, check_whole
+        from lengthwise.errors import check_int, check_number
 
         counts = ("batch_tokens", "micro_batch", "steps", "checkpoint_every", "keep", "evaluate_every")
         for name in (*counts, "evaluate_tokens", "log_every"):
-            check_whole(name, getattr(self, name), "Change it.")
+            check_int(name, getattr(self, name), "Change it.")
         for name in ("warmup", "seed", "maps_every"):
-            check_whole(name, getattr(self, name), "Change it.", least=0)
+            check_int(name, getattr(self, name), "Change it.", least=0)
         for name in ("learning_rate", "final_learning_rate", "clip"):
             check_number(name, getattr(self, name), "Change it.")
         for length in (self.length, *(self.evaluate_lengths or ())):
-            check_whole("a length", length, "One token predicts nothing.", least=2)
+            check_int("a length", length, "One token predicts nothing.", least=2)
         if self.batch_tokens % self.length:
             raise ValueError(
                 f"batch_tokens must be whole sequences of {self.length}; {self.batch_tokens} came. "

@@ -1,24 +1,24 @@
 """Position maps in one safetensors file: numbers as tensors, everything else as JSON in its header.
 
-Nothing is pickled, and a function is kept by name and looked up among the registered tiles, so a file cannot run code.
+Nothing is pickled, and a function is kept by name and looked up among the registered ones, so a file cannot run code.
 """
 
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lengthwise.bias import TILES, Bias, DistanceBias, FunctionBias, LevelBias
+from lengthwise.bias import rebuild
 from lengthwise.views.maps import LayerMap, PositionMaps, Profile
 from lengthwise.views.tiles import Tiles
 
-FORM = "lengthwise position maps 1"
+FORM = "lengthwise position maps 2"
 """What the header says first; a change of the form changes the number."""
 
 Parts = Mapping[str, Tensor]
@@ -75,7 +75,10 @@ def _pack(one: LayerMap, prefix: str, tensors: dict[str, Tensor]) -> dict[str, A
     if one.tiles is not None:
         names = ("mean",) if one.tiles.exact else ("mean", "least", "greatest")
         parts |= {f"tiles.{name}": getattr(one.tiles, name) for name in names}
-    said = None if one.described is None else _pack_bias(one.described, parts)
+    bias = None
+    if one.described is not None:
+        parts |= {f"bias.{name}": tensor for name, tensor in one.described.tensors().items()}
+        bias = {"kind": type(one.described).__name__, "static": one.described.static()}
     tensors |= {prefix + name: tensor for name, tensor in parts.items()}
     return {
         "layer": one.layer,
@@ -84,12 +87,15 @@ def _pack(one: LayerMap, prefix: str, tensors: dict[str, Tensor]) -> dict[str, A
         "causal": one.causal,
         "first": one.profile.first,
         "pool": one.tiles and one.tiles.pool,
-        "bias": said,
+        "bias": bias,
     }
 
 
 def _unpack(said: dict[str, Any], prefix: str, tensors: Parts) -> LayerMap:
-    parts = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    parts = _under(prefix, tensors)
+    described = None
+    if said["bias"] is not None:
+        described = rebuild(said["bias"]["kind"], _under("bias.", parts), said["bias"]["static"])
     tiles = None
     if said["pool"] is not None:
         mean = parts["tiles.mean"]
@@ -99,7 +105,7 @@ def _unpack(said: dict[str, Any], prefix: str, tensors: Parts) -> LayerMap:
         queries=said["queries"],
         keys=said["keys"],
         causal=said["causal"],
-        described=None if said["bias"] is None else _unpack_bias(said["bias"], parts),
+        described=described,
         tiles=tiles,
         profile=Profile(said["first"], parts["profile.mean"], parts["profile.spread"]),
         context_dependence=parts["context"],
@@ -108,42 +114,9 @@ def _unpack(said: dict[str, Any], prefix: str, tensors: Parts) -> LayerMap:
     )
 
 
-def _pack_bias(bias: Bias, parts: dict[str, Tensor]) -> dict[str, Any]:
-    if isinstance(bias, DistanceBias):
-        parts |= {f"bias.{name}": getattr(bias, name) for name in ("table", "query", "key")}
-        return {"kind": "distance", "first": bias.first}
-    if isinstance(bias, LevelBias):
-        parts |= {f"bias.{name}": getattr(bias, name) for name in ("query_level", "key_level", "slope")}
-        return {"kind": "level"}
-    assert isinstance(bias, FunctionBias), "inspect keeps no other kind described"
-    parts |= {f"bias.{index}": tensor for index, tensor in enumerate(bias.tensors)}
-    (name,) = [name for name, function in TILES.items() if function is bias.function]
-    return {"kind": "function", "function": name, "tensors": len(bias.tensors)}
-
-
-def _unpack_bias(said: dict[str, Any], parts: Parts) -> Bias:
-    if said["kind"] == "distance":
-        return DistanceBias(parts["bias.table"], parts["bias.query"], parts["bias.key"], said["first"])
-    if said["kind"] == "level":
-        return LevelBias(parts["bias.query_level"], parts["bias.key_level"], parts["bias.slope"])
-    if said["function"] not in TILES:
-        raise ValueError(
-            f"the file's bias is computed by {said['function']!r}, which must be registered; it is not. "
-            "Import the module of its encoding first."
-        )
-    tensors = tuple(parts[f"bias.{index}"] for index in range(cast(int, said["tensors"])))
-    return FunctionBias(TILES[said["function"]], tensors)
-
-
-def detached(bias: Bias) -> Bias | None:
-    """The first sequence's share of a bias that has structure, on the CPU and without gradient; None if it has none."""
-    if isinstance(bias, DistanceBias):
-        return DistanceBias(_kept(bias.table), _kept(bias.query[:1]), _kept(bias.key[:1]), bias.first)
-    if isinstance(bias, LevelBias):
-        return LevelBias(*(_kept(part[:1]) for part in bias.sources))
-    if isinstance(bias, FunctionBias) and bias.shape[0] == 1 and bias.function in TILES.values():
-        return FunctionBias(bias.function, tuple(map(_kept, bias.tensors)))
-    return None
+def _under(prefix: str, tensors: Parts) -> dict[str, Tensor]:
+    """The tensors whose names begin so, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _kept(x: Tensor) -> Tensor:

@@ -1,166 +1,40 @@
-"""The same tiles as row_block in one C++ kernel, compiled on first use where there is a compiler: CPU, eager mode.
+"""Attention in C++, compiled on first use where there is a compiler: CPU, eager mode, inside in float32.
 
-It takes the kinds whose bias is one number per distance or per token, and masks that leave every query an interval of
-keys: causality, windows, padding at the ends, packed documents. A few queries against many keys, as in decoding, have
-a kernel of their own, which takes every kind and every mask. Everything else is row_block's.
+tiles    blocks of rows and keys, forward and backward, for the kinds of bias whose structure it knows
+decode   a few queries against many keys, without gradients: every kind, every mask
+rescore  scores that a small network or contextual positions make, forward and backward
 """
 
-import ctypes
-from typing import Any
-
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
-from lengthwise.attention import row_block
-from lengthwise.attention.call import Call
-from lengthwise.attention.native import build, few_rows
-from lengthwise.attention.native.problem import (
-    KINDS,
-    LINES,
-    Problem,
-    by_distance,
-    holes,
-    make_problem,
-    padded,
-    strip_columns,
-)
-from lengthwise.attention.row_block.distance_terms import slot_offsets
-from lengthwise.attention.row_block.visible import Visible
-from lengthwise.bias import DistanceBias, LevelBias, LineBias
+from lengthwise.attention.call import AttentionCall
+from lengthwise.attention.native import build, decode, rescore, tiles
+from lengthwise.attention.plan import Output, Plan, Refusal
 
 
-def objections(call: Call) -> list[str]:
-    """Why this backend cannot take the call; nothing if it can."""
+def plan(call: AttentionCall) -> Plan | Refusal:
+    """The kernel for the call, or why there is none."""
     if torch.compiler.is_compiling():
-        return ["a compiled graph takes row_block, which it sees as one node"]
+        return Refusal.because("a compiled graph takes row_block, which it sees as one node")
     if call.q.device.type != "cpu":
-        return ["its kernel is for the CPU"]
+        return Refusal.because("its kernels are for the CPU")
     if call.dtype == torch.float64:
-        return ["its kernel computes in float32"]
-    if call.rescore is not None:
-        return ["rescore replaces the scores, which its kernel never shows"]
-    if few_rows.suits(call):
-        return [f"there is no kernel here: {build.fault()}"] if build.fault() else []
-    call = call.in_lines()
-    if type(call.bias) not in KINDS or (isinstance(call.bias, LineBias) and call.bias.slope.shape[1] > LINES):
-        return [
-            f"it knows tables of distances, levels of tokens and up to {LINES} straight lines, and other kinds for a "
-            "few queries only"
-        ]
-    if holes(call):
-        return ["padding or documents leave a query more than one interval of keys"]
-    if (table := by_distance(call.bias)) is not None and slot_offsets(table, Visible(call)) is None:
-        return ["positions have gaps, so that distances do not follow the slots"]
+        return Refusal.because("its kernels compute in float32")
+    if call.layout.mask is not None:
+        return Refusal.because("its kernels take no explicit mask")
     if fault := build.fault():
-        return [f"there is no kernel here: {fault}"]
-    return []
+        return Refusal.because(f"there is no kernel here: {fault}")
+    if call.rescore is not None:
+        return rescore.plan(call)
+    return decode.plan(call) if call.is_decoding else tiles.plan(call)
 
 
-def attend(call: Call) -> Float[Tensor, "batch head query value"]:
-    """The output, with gradients for everything that is learned."""
-    if few_rows.suits(call):
-        return few_rows.attend(call)
-    call = call.in_lines()
-    clean, taint = call.contained() if call.forbids and not call.is_seen_finite else (call, None)
-    if call.needs_grad:
-        sources = () if call.bias is None else call.bias.sources
-        out = _Attention.apply(clean, row_block.skips(), clean.q, clean.k, clean.v, *sources)
-    else:
-        found = _forward(clean, skip=row_block.skips())[1]["out"]
-        out = found[..., : call.v.shape[3]].to(call.dtype).contiguous()
-    return out if taint is None else out + taint
+def run(call: AttentionCall, plan: Plan) -> Output:
+    """The output and the log-sum-exp, with gradients for everything that is learned."""
+    assert isinstance(plan, decode.DecodePlan | rescore.RescorePlan | tiles.TilesPlan)
+    return plan.run(call)
 
 
-def skipped_share(call: Call) -> float:
-    """How much of the work that the masks leave is left out, 0 to 1; a few queries read every key."""
-    if few_rows.suits(call):
-        return 0.0
-    visited = [_forward(call.in_lines(), skip=skip)[1]["visited"].sum() for skip in (True, False)]
-    return 1 - float(visited[0]) / max(1, int(visited[1]))
-
-
-def _run(problem: Problem, function: str) -> None:
-    getattr(build.library(), function)(ctypes.byref(problem.record()))
-
-
-def _forward(call: Call, *, skip: bool) -> tuple[Problem, dict[str, Tensor]]:
-    q, k, v = (padded(x.detach()) for x in (call.q, call.k, call.v))
-    problem = make_problem(call, q, k, v, learned=False, skip=skip)
-    found = {
-        "out": q.new_empty(*q.shape[:3], v.shape[3]),
-        "lse": q.new_empty(q.shape[:3]),
-        "visited": torch.zeros(q.shape[:2], dtype=torch.int64),
-    }
-    problem.arrays |= found
-    _run(problem, "lengthwise_forward")
-    return problem, found
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: Call, skip: bool, q: Tensor, k: Tensor, v: Tensor, *sources: Tensor) -> Tensor:
-        problem, found = _forward(call, skip=skip)
-        ctx.call, ctx.problem = call, problem
-        ctx.save_for_backward(q, k, v, *sources)
-        # A copy: backward the kernel reads its output again, which the caller may have changed in place by then.
-        return found["out"][..., : v.shape[3]].to(q.dtype, copy=True)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
-        call, problem = ctx.call, ctx.problem
-        q, k, v, *sources = ctx.saved_tensors
-        shape = (call.batch, call.heads)
-        arrays = problem.arrays
-        found = {
-            "d_q": torch.zeros_like(arrays["q"]),
-            "d_k": arrays["k"].new_zeros(*shape, *arrays["k"].shape[2:]),
-            "d_v": arrays["v"].new_zeros(*shape, *arrays["v"].shape[2:]),
-        }
-        learned = any(ctx.needs_input_grad[5:])
-        if learned and by_distance(call.bias) is not None:
-            found["d_strip"] = arrays["strip"].new_zeros(*shape, arrays["strip"].shape[2])
-        if learned and isinstance(call.bias, LineBias):
-            found["d_factor"] = arrays["q"].new_zeros(*shape, call.queries)
-            found["d_line_slope"], found["d_line_start"] = arrays["q"].new_zeros(2, *shape, call.bias.slope.shape[1])
-        elif learned and isinstance(call.bias, LevelBias):
-            found["d_slope"] = arrays["q"].new_zeros(*shape, call.queries)
-            found["d_query_level"] = torch.zeros(*shape, call.queries, dtype=torch.float64)
-            found["d_key_level"] = torch.zeros(*shape, call.keys, dtype=torch.float64)
-        problem.counts["learned"] = int(learned)
-        problem.arrays = arrays | found | {"d_out": padded(d_out)}
-        _run(problem, "lengthwise_backward")
-        d_q, d_k, d_v = (found[name][..., : x.shape[3]] for name, x in (("d_q", q), ("d_k", k), ("d_v", v)))
-        if call.group > 1:
-            d_k, d_v = (x.unflatten(1, (-1, call.group)).sum(2) for x in (d_k, d_v))
-        of_bias = _of_bias(call, found) if learned else [None] * len(sources)
-        return None, None, d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), *of_bias
-
-
-def _of_bias(call: Call, found: dict[str, Tensor]) -> list[Tensor]:
-    """The gradients of the bias's sources from what the kernel collected for every sequence and head."""
-    bias = call.bias
-    if isinstance(bias, DistanceBias):
-        return [_of_table(call, bias, found["d_strip"])]
-    if isinstance(bias, LineBias):
-        d_table = _of_table(call, bias.curve, found["d_strip"].sum(1, keepdim=True))
-        d_factor = found["d_factor"].sum(1).sum_to_size(bias.factor.shape)
-        of_lines = (found[name].sum(0) for name in ("d_line_slope", "d_line_start"))
-        return [d.to(x.dtype) for d, x in zip((d_table, d_factor, *of_lines), bias.sources, strict=True)]
-    assert isinstance(bias, LevelBias)
-    names = ("d_query_level", "d_key_level", "d_slope")
-    return [found[n].sum_to_size(x.shape).to(x.dtype) for n, x in zip(names, bias.sources, strict=True)]
-
-
-def _of_table(call: Call, bias: DistanceBias, d_strip: Tensor) -> Tensor:
-    columns = strip_columns(call, bias)
-    d_table = torch.zeros(bias.table.shape)
-    for rows, batch in zip(columns, _by(columns.shape[0], d_strip), strict=True):
-        d_table.scatter_add_(1, rows.expand(len(d_table), -1), batch)
-    return d_table.to(bias.table.dtype)
-
-
-def _by(batches: int, d_strip: Tensor) -> Tensor:
-    """Sequences that share a strip added up."""
-    return d_strip.sum(0, keepdim=True) if batches == 1 else d_strip
+def skipped_share(call: AttentionCall) -> float:
+    """How much of the work that the masks leave is left out, 0 to 1; only tiles leave out any."""
+    return 0.0 if call.rescore is not None or call.is_decoding else tiles.skipped_share(call)

@@ -1,60 +1,51 @@
-"""Exact attention for every kind of bias in tiles, forward and backward: nothing with queries x keys numbers is alive.
+"""Exact attention for every call in tiles, forward and backward: nothing with queries x keys numbers is alive.
 
 Plain PyTorch inside two operators, so that torch.compile and torch.export see one node each, with lengths left open
-where the caller leaves them open. Tried on CPU; on other devices untested.
+where the caller leaves them open. It is the backend of compiled graphs, of float64, of biases that are functions and of
+machines without a compiler. Read in this order:
+
+custom_op   the operators: a call as tensors and plain values, and back
+passes      forward and backward over the tiles of a call
+tiles       a call cut in tiles
+terms       how each kind of bias enters a tile, and how its gradient returns
+bounds      the keys that provably cannot matter
+rescore     calls whose scores are rescored, by blocks of whole rows
+
+Tried on the CPU; on other devices untested.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
-from lengthwise.attention.call import Call
-from lengthwise.attention.row_block import few_rows, operators, rescoring
-from lengthwise.attention.row_block.operation import skipped_share
-from lengthwise.bias import DenseBias, DistanceBias, FunctionBias, LevelBias
+from lengthwise.attention import decode
+from lengthwise.attention.call import AttentionCall
+from lengthwise.attention.plan import Output, Plan, Refusal
+from lengthwise.attention.row_block import custom_op
+from lengthwise.attention.row_block.passes import skipped_share
 
-__all__ = ["attend", "objections", "skipped_share", "skipping", "skips"]
-
-_skip = True
+__all__ = ["plan", "run", "skipped_share"]
 
 
-def objections(call: Call) -> list[str]:
-    """Why this backend cannot take the call; nothing if it can."""
-    reasons = []
-    if not isinstance(call.bias, (DistanceBias, LevelBias, FunctionBias, DenseBias, type(None))):
-        reasons.append(f"it does not know the structure of a {type(call.bias).__name__}")
+@dataclass(frozen=True)
+class RowBlockPlan(Plan):
+    """Whether whole rows at once are cheaper than tiles."""
+
+    whole_rows: bool
+
+
+def plan(call: AttentionCall) -> Plan | Refusal:
+    """Every call but one that a compiled graph cannot name."""
     if torch.compiler.is_compiling():
-        if isinstance(call.bias, FunctionBias) and not operators.registered_name(call.bias.function):
-            name = call.bias.function.__name__
-            reasons.append(f"a compiled graph can only name a registered tile: decorate {name} with registered_tile")
-        if call.rescore is not None:
-            reasons.append("a compiled graph cannot name the function that rescores")
-    return reasons
+        functions = [function.__name__ for function in custom_op.nameless_functions(call)]
+        if functions:
+            return Refusal.because(
+                f"a compiled graph can only name a registered function: decorate {functions[0]} with lw.registered"
+            )
+    return RowBlockPlan(whole_rows=call.is_decoding)
 
 
-def attend(call: Call) -> Float[Tensor, "batch head query value"]:
-    """The output, with gradients for everything that is learned."""
-    if call.rescore is not None:
-        return rescoring.attend(call)
-    if few_rows.suits(call):
-        return few_rows.attend(call)
-    return operators.attend(call, skip=_skip).to(call.dtype)
-
-
-def skips() -> bool:
-    """Whether far keys that provably cannot matter are skipped."""
-    return _skip
-
-
-@contextmanager
-def skipping(on: bool) -> Iterator[None]:
-    """Inside, far keys that provably cannot matter are skipped, as by default, or never are."""
-    global _skip
-    before, _skip = _skip, on
-    try:
-        yield
-    finally:
-        _skip = before
+def run(call: AttentionCall, plan: Plan) -> Output:
+    """The output and the log-sum-exp, with gradients for everything that is learned."""
+    assert isinstance(plan, RowBlockPlan)
+    return decode.run(call) if plan.whole_rows else custom_op.attend(call)

@@ -5,7 +5,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lengthwise.attention import checked_call
@@ -14,8 +13,9 @@ from lengthwise.encodings import Encoding
 from lengthwise.inspect.families.route import Route, See, Wanted
 from lengthwise.inspect.record import Record
 from lengthwise.inspect.rotary import kernel
-from lengthwise.model.frame import Frame
 from lengthwise.model.modeling import LengthwiseAttention, LengthwisePreTrainedModel
+from lengthwise.rescore import Rescore
+from lengthwise.token_layout import TokenLayout, layout
 
 
 def route(model: nn.Module) -> Route | None:
@@ -54,11 +54,13 @@ def _watched(
     v: Tensor,
     bias: Bias | None,
     encoding: Encoding,
-    frame: Frame,
+    layout: TokenLayout,
+    *,
+    rescore: Rescore | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    out, weights = LengthwiseAttention._attend(layer, q, k, v, bias, encoding, frame, **kwargs)
-    call = checked_call(q, k, v, bias=bias, key_mask=frame.key_mask, documents=frame.documents, start=frame.start)
+    out, weights = LengthwiseAttention._attend(layer, q, k, v, bias, encoding, layout, rescore=rescore, **kwargs)
+    call = checked_call(q, k, v, layout=layout, bias=bias, rescore=rescore)
     turns = encoding.overrides("rotate") and not encoding.overrides("state")
     record = Record(
         layer=layer.layer_idx,
@@ -67,18 +69,18 @@ def _watched(
         v=v,
         out=out.transpose(1, 2),
         scale=call.scale,
-        mask=call.mask,
+        mask=call.visibility.mask,
         causal=True,
         bias=bias,
         context_free=encoding.context_free,
-        rescore=encoding.rescore if encoding.overrides("rescore") else None,
-        rotated=partial(_kernel, layer, encoding, tokens[layer.layer_idx], frame, call.scale) if turns else None,
+        rescore=rescore,
+        rotated=partial(_kernel, layer, encoding, tokens[layer.layer_idx], layout, call.scale) if turns else None,
     )
     see(record, "")
     return out, weights
 
 
-def _kernel(layer: LengthwiseAttention, encoding: Encoding, x: Tensor, frame: Frame, scale: float) -> Tensor:
+def _kernel(layer: LengthwiseAttention, encoding: Encoding, x: Tensor, own: TokenLayout, scale: float) -> Tensor:
     q, k, _ = layer.c_attn(x).unflatten(-1, (3, layer.config.n_head, -1)).permute(2, 0, 3, 1, 4)
-    positions = torch.arange(x.shape[1], device=x.device)
-    return kernel(q, k, lambda q, k: encoding.rotate(q, k, positions, positions), scale=scale, real=frame.query_mask)
+    counted = layout(x)
+    return kernel(q, k, lambda q, k: encoding.rotate(q, k, counted), scale=scale, real=own.query_mask)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from lengthwise.bias import LevelBias, wide
+from lengthwise.bias import LevelBias, at_least_float32
 from lengthwise.inspect.record import Record
 
 See = Callable[[Record, str], None]
@@ -36,5 +36,5 @@ def rising(levels: Tensor, queries: int) -> LevelBias:
     """
     if (levels == levels[:1]).all():
         levels = levels[:1]
-    one, levels = wide(levels.new_ones(1, 1, 1)), levels.double()
+    one, levels = at_least_float32(levels.new_ones(1, 1, 1)), levels.double()
     return LevelBias(levels[..., levels.shape[-1] - queries :], levels, one)

@@ -7,18 +7,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lengthwise.bias import TILES, Bias, DistanceBias, FunctionBias, LevelBias, LineBias, wide
+from lengthwise.bias import Bias
 from lengthwise.views.maps import LayerMap, PositionMaps, What
 from lengthwise.views.page.numbers import packed
 from lengthwise.views.tiles import Tiles
 
-FUNCTIONS = {
-    "lengthwise.encodings.fire.fire_tile": "fire",
-    "lengthwise.encodings.k_cable.k_cable_tile": "k-cable",
-    "lengthwise.encodings.kerple.kerple_log": "kerple-log",
-    "lengthwise.encodings.kerple.kerple_power": "kerple-power",
-}
-"""Tile functions that matrix.js has too; any other is sent as tiles."""
+KINDS = ("DistanceBias", "LevelBias", "LineBias", "FunctionBias", "SumBias")
+FUNCTIONS = (
+    "lengthwise.encodings.fire.fire_tile",
+    "lengthwise.encodings.kerple.kerple_log",
+    "lengthwise.encodings.kerple.kerple_power",
+)
+"""Kinds and functions that matrix.js has too; anything else is sent as tiles."""
 
 TILE, BOUND, CELL, LEVEL = 10, 7, 15, 32
 """Bits kept after the first: a tile's mean, its bounds (rounded outwards), a single cell, and a level of float64."""
@@ -74,52 +74,29 @@ def _tiles(tiles: Tiles) -> dict[str, Any]:
 
 def _bias(bias: Bias) -> dict[str, Any] | None:
     """A described form, or None where the page cannot fill it in."""
-    if isinstance(bias, DistanceBias):
-        # Distances between the positions' ends are all that is looked up; a longer table would be sent in vain.
-        last = int(bias.query.max() - bias.key.min()) - bias.first
-        table = wide(bias.table)[:, : max(1, last + 1)].float()
-        return {
-            "kind": "distance",
-            "first": bias.first,
-            "table": packed(_array(table), smooth=True),
-            "query": _positions(bias.query),
-            "key": _positions(bias.key),
-        }
-    if isinstance(bias, LevelBias):
-        return {"kind": "level", **_levels(bias.query_level, bias.key_level, bias.slope)}
-    if isinstance(bias, LineBias):
-        return {
-            "kind": "line",
-            "curve": _bias(bias.curve),
-            "factor": packed(_array(bias.factor[0].double())),
-            **{name: packed(_array(getattr(bias, name).double())) for name in ("knots", "slope", "intercept")},
-        }
-    if isinstance(bias, FunctionBias):
-        names = [name for name, function in TILES.items() if function is bias.function]
-        name = FUNCTIONS.get(names[0]) if names else None
-        if name == "k-cable":
-            return {"kind": "function", "function": name, **_levels(*bias.tensors)}
-        if name is not None:
-            query, key, *rest = bias.tensors
-            tensors = [packed(_array(x.double())) for x in rest]
-            return {
-                "kind": "function",
-                "function": name,
-                "query": _positions(query),
-                "key": _positions(key),
-                "tensors": tensors,
-                "heads": bias.shape[1],
-            }
-    return None
+    static = bias.static()
+    kinds = [type(bias).__name__, *(value for name, value in static.items() if name.endswith("kind"))]
+    functions = [value for name, value in static.items() if name.rpartition(".")[2] == "function"]
+    if any(kind not in KINDS for kind in kinds) or any(name not in FUNCTIONS for name in functions):
+        return None
+    sent: dict[str, Tensor] = {}
+    tensors: dict[str, Any] = {}
+    for name, x in bias.tensors().items():
+        # Queries' levels are often those of the keys: a tensor that was sent already is sent as its name.
+        twin = next((other for other, y in sent.items() if x.dtype == y.dtype and torch.equal(x, y)), None)
+        tensors[name] = _tensor(name, x) if twin is None else twin
+        sent[name] = x
+    return {"kind": kinds[0], "static": static, "tensors": tensors, "heads": bias.shape[1]}
 
 
-def _levels(query: Tensor, key: Tensor, slope: Tensor) -> dict[str, Any]:
-    same = query.shape == key.shape and torch.equal(query, key)
-    return {
-        "query": packed(_array(query[0].double()), bits=LEVEL),
-        "key": None if same else packed(_array(key[0].double()), bits=LEVEL),
-        "slope": packed(_array(wide(slope)[0].float())),
-    }
+def _tensor(name: str, x: Tensor) -> dict[str, Any] | int:
+    """Positions by where they begin, levels to some bits, tables by their differences, all else as it is."""
+    field = name.rpartition(".")[2]
+    if not x.is_floating_point():
+        return _positions(x)
+    if field in ("query_level", "key_level"):
+        return packed(_array(x[0]), bits=LEVEL)
+    return packed(_array(x if x.dtype == torch.float64 else x.float()), smooth=field == "table")
 
 
 def _positions(x: Tensor) -> dict[str, Any] | int:

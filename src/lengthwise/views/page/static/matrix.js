@@ -22,7 +22,7 @@ async function readLayer(layer) {
 async function openMatrix(layer) {
   const { queries, keys, causal } = layer;
   const may = causal ? (i, j) => j <= i + keys - queries : () => true;
-  const made = await KINDS[layer.matrix.kind](layer.matrix, layer);
+  const made = await KINDS[layer.matrix.kind](withTwins(layer.matrix), layer);
   // Parts of which every number is known, the newest first: whole heads from the file, parts of them from a server.
   const parts = Array.from({ length: layer.heads }, () => []);
   for (const [head, cells] of Object.entries(layer.detail)) {
@@ -47,6 +47,15 @@ async function openMatrix(layer) {
   };
 }
 
+/** A tensor that is sent as a name is the tensor of that name. */
+function withTwins(said) {
+  const tensors = { ...said.tensors };
+  for (const [name, packed] of Object.entries(tensors)) {
+    if (typeof packed === "string") tensors[name] = said.tensors[packed];
+  }
+  return { ...said, tensors };
+}
+
 const KEPT = 8;
 
 const KINDS = {
@@ -67,27 +76,28 @@ const KINDS = {
     };
   },
 
-  async distance(said) {
-    const table = await numbers(said.table);
-    const length = said.table.shape[1];
-    const [query, key] = [await positions(said.query), await positions(said.key)];
+  async DistanceBias({ tensors, static: plain }) {
+    const table = await numbers(tensors.table);
+    const length = tensors.table.shape[1];
+    const [query, key] = [await positions(tensors.query), await positions(tensors.key)];
     return {
       at(head, i, j) {
-        const place = query(i) - key(j) - said.first;
+        const place = query(i) - key(j) - plain.first;
         return table[head * length + Math.min(Math.max(place, 0), length - 1)];
       },
     };
   },
 
-  async level(said) {
-    const { query, key, slope } = await levels(said);
-    return { at: (head, i, j) => round(-slope(head, i) * round(Math.abs(query(head, i) - key(head, j)))) };
+  async LevelBias({ tensors, static: plain }) {
+    const { query_level: query, key_level: key, slope } = await levels(tensors);
+    const curve = LEVEL_CURVES[plain.curve];
+    return { at: (head, i, j) => round(-slope(head, i) * curve(round(query(head, i) - key(head, j)))) };
   },
 
-  async line(said) {
-    const curve = await KINDS.distance(said.curve);
-    const parts = [said.factor, said.knots, said.slope, said.intercept];
-    const [factor, knots, slope, intercept] = await Promise.all(parts.map(numbers));
+  async LineBias(said) {
+    const curve = await KINDS.DistanceBias(nested(said, "curve"));
+    const parts = ["factor", "knots", "slope", "intercept"].map((name) => numbers(said.tensors[name]));
+    const [factor, knots, slope, intercept] = await Promise.all(parts);
     return {
       at(head, i, j) {
         const x = round(factor[i] * curve.at(0, i, j));
@@ -99,37 +109,55 @@ const KINDS = {
     };
   },
 
-  async function(said) {
-    return { at: await FUNCTIONS[said.function](said) };
+  async FunctionBias(said) {
+    return { at: await FUNCTIONS[said.static.function](said) };
   },
+
+  async SumBias(said) {
+    const terms = [];
+    for (let n = 0; `terms.${n}.kind` in said.static; n++) {
+      terms.push(await KINDS[said.static[`terms.${n}.kind`]](nested(said, `terms.${n}`)));
+    }
+    return { at: (head, i, j) => terms.reduce((sum, term) => sum + term.at(head, i, j), 0) };
+  },
+};
+
+/** A description inside another: what stands under its name and a dot. */
+function nested(said, name) {
+  const under = (parts) =>
+    Object.fromEntries(
+      Object.entries(parts)
+        .filter(([path]) => path.startsWith(`${name}.`))
+        .map(([path, value]) => [path.slice(name.length + 1), value]),
+    );
+  return { tensors: under(said.tensors), static: under(said.static) };
+}
+
+/** What becomes of a difference of levels. */
+const LEVEL_CURVES = {
+  linear: Math.abs,
+  log1p_square: (difference) => Math.log1p(difference * difference),
 };
 
 /** The functions of encodings that are neither a table nor a level; payload.py names them. */
 const FUNCTIONS = {
-  async "k-cable"(said) {
-    const { query, key, slope } = await levels(said);
-    return (head, i, j) => {
-      const way = round(query(head, i) - key(head, j));
-      return -slope(head, i) * Math.log1p(way * way);
-    };
-  },
-
-  async "kerple-log"(said) {
+  async "lengthwise.encodings.kerple.kerple_log"(said) {
     const [distance, [p, a]] = await kernel(said);
     return (head, i, j) => -p[head] * Math.log1p(a[head] * distance(i, j));
   },
 
-  async "kerple-power"(said) {
+  async "lengthwise.encodings.kerple.kerple_power"(said) {
     const [distance, [p, a]] = await kernel(said);
     return (head, i, j) => (distance(i, j) ? -a[head] * distance(i, j) ** p[head] : 0);
   },
 
-  async fire(said) {
-    const [distance, [furthest, c, limit, into, intoBias, out, outBias]] = await kernel(said);
+  async "lengthwise.encodings.fire.fire_tile"(said) {
+    const [distance, [scopes, c, limit, into, intoBias, out, outBias]] = await kernel(said);
     const rate = Math.abs(c[0]);
     const units = into.length;
+    const furthest = typeof scopes === "function" ? scopes : (i) => scopes[i];
     return (head, i, j) => {
-      const scope = Math.log1p(rate * Math.max(furthest[i], limit[0])) + 1e-6;
+      const scope = Math.log1p(rate * Math.max(furthest(i), limit[0])) + 1e-6;
       const x = Math.log1p(rate * distance(i, j)) / scope;
       let sum = outBias[head];
       for (let u = 0; u < units; u++) sum += out[head * units + u] * Math.max(0, into[u] * x + intoBias[u]);
@@ -138,9 +166,15 @@ const FUNCTIONS = {
   },
 };
 
-async function kernel(said) {
-  const [query, key] = [await positions(said.query), await positions(said.key)];
-  return [(i, j) => Math.abs(query(i) - key(j)), await Promise.all(said.tensors.map(numbers))];
+/** The distance of two tokens, and the arguments of a function behind its positions. */
+async function kernel({ tensors }) {
+  const [query, key] = [await positions(tensors["arguments.0"]), await positions(tensors["arguments.1"])];
+  const rest = [];
+  for (let n = 2; `arguments.${n}` in tensors; n++) {
+    const packed = tensors[`arguments.${n}`];
+    rest.push(typeof packed === "number" ? await positions(packed) : await numbers(packed));
+  }
+  return [(i, j) => Math.abs(query(i) - key(j)), rest];
 }
 
 async function positions(said) {
@@ -150,13 +184,15 @@ async function positions(said) {
 }
 
 /** Levels and slopes by head and token; one head, or one token, stands for all. */
-async function levels(said) {
+async function levels(tensors) {
   const one = async (packed) => {
     const values = await numbers(packed);
-    const [heads, tokens] = packed.shape;
+    const [heads, tokens] = packed.shape.slice(-2);
     return (head, i) => values[(heads === 1 ? 0 : head) * tokens + (tokens === 1 ? 0 : i)];
   };
-  return { query: await one(said.query), key: await one(said.key || said.query), slope: await one(said.slope) };
+  const names = ["query_level", "key_level", "slope"];
+  const opened = await Promise.all(names.map((name) => one(tensors[name])));
+  return Object.fromEntries(names.map((name, n) => [name, opened[n]]));
 }
 
 /** Mean and spread by distance; read off the last row where only distance matters. */

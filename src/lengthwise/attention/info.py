@@ -1,0 +1,159 @@
+"""What works on this machine: every backend tried on a small call of every kind, forward and backward."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lengthwise.attention import BACKENDS, checked_call, choose
+from lengthwise.attention.call import AttentionCall
+from lengthwise.attention.plan import Refusal
+from lengthwise.bias import (
+    Bias,
+    DenseBias,
+    DistanceBias,
+    FunctionBias,
+    Index,
+    LevelBias,
+    LineBias,
+    SumBias,
+    registered,
+)
+from lengthwise.rescore import ContextualPositions, HeadNetwork, ScoreFunction
+
+LENGTH, HEADS, DIM = 24, 2, 8
+
+COMPILED = (
+    "Under torch.compile and torch.export row_block is one node of the graph; functions that are not registered are\n"
+    "the reference there. On devices other than the CPU nothing was tried."
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a backend fared with one kind of call: `fault` is None where it gave the reference's output and gradients."""
+
+    backend: str
+    kind: str
+    fault: str | None
+
+
+@registered
+def parabola(rows: Index, columns: Index, query: Tensor, key: Tensor, steepness: Tensor) -> Tensor:
+    """A small function of two positions, for trying."""
+    return -steepness[:, None, None] * (query[:, None, rows, None] - key[:, None, None, columns]) ** 2
+
+
+def try_backends() -> Iterator[Verdict]:
+    """Every backend with every kind of call."""
+    for kind, make_call in CALLS.items():
+        for backend in BACKENDS:
+            yield Verdict(backend, kind, _fault(backend, make_call()))
+
+
+def report() -> str:
+    """Versions, and a table of verdicts with the reasons below."""
+    verdicts = list(try_backends())
+    where = f"torch {torch.__version__}, {torch.get_num_threads()} threads, devices: {', '.join(_devices())}"
+    lines = [where, "", "What works, forward and backward:", ""]
+    width = max(len(kind) for kind in CALLS)
+    lines.append(" " * width + "".join(f"  {backend:>10}" for backend in BACKENDS) + "  auto takes")
+    for kind, make_call in CALLS.items():
+        marks = ["yes" if v.fault is None else "no" for v in verdicts if v.kind == kind]
+        lines.append(kind.ljust(width) + "".join(f"  {mark:>10}" for mark in marks) + f"  {choose(make_call())[0]}")
+    reasons = dict.fromkeys((v.backend, v.fault) for v in verdicts if v.fault)
+    lines += ["", *(f"{backend}: {fault}" for backend, fault in reasons), "", COMPILED]
+    return "\n".join(lines)
+
+
+def _fault(backend: str, call: AttentionCall) -> str | None:
+    refusal = BACKENDS[backend].plan(call)
+    if isinstance(refusal, Refusal):
+        return "; ".join(refusal.reasons)
+    expected, got = _outputs("reference", call), _outputs(backend, call)
+    # Two roads in float32 over 24 keys: far above their rounding, far below a fault.
+    good = all(torch.allclose(a, b, atol=1e-4) for a, b in zip(expected, got, strict=True))
+    return None if good else "output or gradients differ from the reference"
+
+
+def _outputs(backend: str, call: AttentionCall) -> list[Tensor]:
+    """The output, the log-sum-exp where it is asked for, and the gradients of queries, keys and values."""
+    module = BACKENDS[backend]
+    q, k, v = (x.detach().requires_grad_() for x in (call.q, call.k, call.v))
+    call = replace(call, q=q, k=k, v=v)
+    out, lse = module.run(call, module.plan(call))
+    outputs = [out, lse] if call.return_lse else [out]
+    return [*outputs, *torch.autograd.grad(sum(x.square().sum() for x in outputs), (q, k, v))]
+
+
+def _devices() -> list[str]:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return ["cpu"] + ([f"{accelerator.type} (untested)"] if accelerator else [])
+
+
+def _call(bias: Callable[[Tensor], Bias] | None = None, **options: object) -> AttentionCall:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, HEADS, LENGTH, DIM, generator=generator).requires_grad_()
+    positions = torch.arange(LENGTH)[None]
+    return checked_call(q, k, v, bias=bias and bias(positions), **options)  # type: ignore[arg-type]
+
+
+def _table(positions: Tensor) -> DistanceBias:
+    table = torch.linspace(0, -2, HEADS * LENGTH).view(HEADS, LENGTH).requires_grad_()
+    return DistanceBias(table, positions, positions)
+
+
+def _levels(positions: Tensor) -> LevelBias:
+    level = positions[None].double()
+    return LevelBias(level, level, torch.full((1, HEADS, 1), 0.5).requires_grad_())
+
+
+def _lines(positions: Tensor) -> LineBias:
+    curve = DistanceBias(torch.arange(LENGTH).float().log1p()[None], positions, positions)
+    slope, intercept = torch.tensor([[-1.0, -2.0]] * HEADS), torch.tensor([[0.0, 1.0]] * HEADS)
+    return LineBias(curve, torch.ones(1, LENGTH), torch.tensor([1.0]), slope.requires_grad_(), intercept)
+
+
+def _function(positions: Tensor) -> FunctionBias:
+    return FunctionBias(parabola, (positions, positions, torch.tensor([0.1, 0.2], requires_grad=True)))
+
+
+def _dense(positions: Tensor) -> DenseBias:
+    return DenseBias(torch.zeros(1, HEADS, LENGTH, LENGTH, requires_grad=True))
+
+
+def _sum(positions: Tensor) -> SumBias:
+    return SumBias((_table(positions), _levels(positions)))
+
+
+@registered
+def squashed(content: Tensor, bias: Tensor, q: Tensor, k: Tensor, mask: Tensor, rows: slice) -> Tensor:
+    """A small function of scores, for trying."""
+    return content.tanh() + bias
+
+
+def _network() -> HeadNetwork:
+    generator = torch.Generator().manual_seed(1)
+    shapes = (5, 2 * HEADS, 3), (5,), (HEADS, 5, 3), (HEADS,)
+    return HeadNetwork(*(0.3 * torch.randn(shape, generator=generator) for shape in shapes))
+
+
+CALLS: dict[str, Callable[[], AttentionCall]] = {
+    "no bias": _call,
+    "DistanceBias": lambda: _call(_table),
+    "LevelBias": lambda: _call(_levels),
+    "LineBias": lambda: _call(_lines),
+    "FunctionBias": lambda: _call(_function),
+    "DenseBias": lambda: _call(_dense),
+    "SumBias": lambda: _call(_sum),
+    "HeadNetwork": lambda: _call(_table, rescore=_network()),
+    "ContextualPositions": lambda: _call(rescore=ContextualPositions(torch.ones(DIM, 9))),
+    "ScoreFunction": lambda: _call(rescore=ScoreFunction(squashed)),
+    "window": lambda: _call(_table, window=5),
+    "not causal": lambda: _call(_levels, causal=False),
+    "sink": lambda: _call(_table, sink=torch.zeros(HEADS)),
+    "logit scale": lambda: _call(_table, logit_scale=torch.linspace(0.5, 2, LENGTH).view(1, 1, -1)),
+    "softcap": lambda: _call(_table, softcap=2.0),
+    "log-sum-exp": lambda: _call(_table, return_lse=True),
+}

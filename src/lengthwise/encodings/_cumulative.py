@@ -1,0 +1,125 @@
+"""What CABLE, FoX and their kin share: every token takes a step, and a token's level is the sum of the steps so far.
+
+    level[b, h, i] = sum of step[b, h, l] over l <= i
+
+What is cached is the step, never the sum: levels are a float64 sum over all cached steps in one pass as in decoding,
+so both are the same to the last bit. Masked tokens take no step. The sum runs on across packed documents: only
+differences inside one are ever read, and it stays monotone.
+"""
+
+from abc import abstractmethod
+from typing import ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from lengthwise.bias import Curve, LevelBias, at_least_float32
+from lengthwise.encodings.base import (
+    Encoding,
+    Geometry,
+    State,
+    Tokens,
+    checked_count,
+    checked_tokens,
+    project,
+    reset_linear,
+)
+from lengthwise.errors import check_tensor, describe
+from lengthwise.token_layout import TokenLayout
+
+Levels = Float[Tensor, "batch head position"]
+
+
+class StepEncoding(Encoding):
+    """An encoding whose distance between two tokens is how far the tokens between them walk."""
+
+    curve: ClassVar[Curve] = "linear"
+
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__(geometry)
+        self.to_step = nn.Linear(geometry.width, geometry.heads)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """N(0, 0.02), bias 0, for all it learns."""
+        for layer in self.children():
+            reset_linear(cast(nn.Linear, layer))
+
+    @abstractmethod
+    def step(self, x: Tokens) -> Levels:
+        """How far each token walks, 0 or more, in float32 or better."""
+
+    def state(self, x: Tokens, key_mask: Bool[Tensor, "#batch position"] | None = None) -> State:
+        """The steps; 0 for masked tokens."""
+        checked_tokens(x, self.geometry.width)
+        step = self.step(x)
+        if key_mask is None:
+            return {"step": step}
+        check_tensor("key_mask", key_mask, ("batch", x.shape[1]), "bool", "True for tokens, False for padding.")
+        if key_mask.shape[0] not in (1, x.shape[0]):
+            raise ValueError(
+                f"key_mask must have a row for each of {x.shape[0]} sequences, or one; got {tuple(key_mask.shape)}"
+            )
+        return {"step": step.where(key_mask[:, None], 0)}
+
+    def slope(self, x: Tokens) -> Float[Tensor, "#batch #head #query"]:
+        """How steeply each query forgets: all alike."""
+        return at_least_float32(x.new_ones(1, 1, 1))
+
+    def bias(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> LevelBias:
+        """-slope curve(|level - level|)."""
+        checked_tokens(x, self.geometry.width)
+        checked_count(x, *((layout.key, "key") if state is None else (layout.query, "query")))
+        start, queries = layout.start, layout.query_count
+        if isinstance(start, int) and not 0 <= start <= layout.key_count - queries:
+            raise ValueError(
+                f"{type(self).__name__} needs queries that are among the keys, got {queries} from slot {start} on and "
+                f"{layout.key_count} keys; the layout must have the positions of all keys, old and new"
+            )
+        step = self._checked_step(x, layout.key_count, state)
+        own = x if state is not None or x.shape[1] == queries else _rows(x, start, queries)
+        return LevelBias.of_steps(
+            step, self.slope(own), start=start, queries=queries, curve=self.curve, rising=self.geometry.causal
+        )
+
+    def _checked_step(self, x: Tokens, keys: int, state: State | None) -> Levels:
+        if state is None:
+            return self.state(x)["step"]
+        if not isinstance(state, dict) or "step" not in state:
+            has = f"a dictionary of {sorted(state)}" if isinstance(state, dict) else describe(state)
+            raise ValueError(f"the state must be a dictionary with 'step', got {has}; pass encoding.state(x)")
+        step = state["step"]
+        if step.ndim == 3 and step.shape[2] != keys:
+            raise ValueError(
+                f"the state must cover all {keys} keys, old and new, got {step.shape[2]}; append encoding.state(x) of "
+                "the new tokens to the cached state before asking for the bias"
+            )
+        axes = (x.shape[0], self.geometry.heads, keys)
+        check_tensor("the state's step", step, axes, "floating-point")
+        return step
+
+
+class SlopedStepEncoding(StepEncoding):
+    """Steps of relu(W_c x + b_c), and a slope that every query chooses for itself."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__(geometry)
+        self.to_slope = nn.Linear(geometry.width, geometry.heads)
+        self.reset_parameters()
+
+    def step(self, x: Tokens) -> Levels:
+        """relu(W_c x + b_c)."""
+        return project(self.to_step, x).relu()
+
+    def slope(self, x: Tokens) -> Levels:
+        """softplus(W_s x + b_s)."""
+        return F.softplus(project(self.to_slope, x))
+
+
+def _rows(x: Tokens, start: int | Tensor, count: int) -> Tokens:
+    """The tokens of the queries among those of all keys."""
+    if isinstance(start, Tensor):
+        return x.index_select(1, start + torch.arange(count, device=x.device))
+    return x[:, start : start + count]

@@ -1,0 +1,61 @@
+"""Tables that a decoder would make again at every token, cached for as long as they would come out the same."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lengthwise.token_layout import TokenLayout
+
+T = TypeVar("T")
+
+STEP = 512
+"""A cached table is as long as the next multiple of this, so that it serves the tokens to come as well."""
+
+
+class TableCache:
+    """The last table that was made, beside copies of the numbers it was made of."""
+
+    def __init__(self) -> None:
+        self._last: tuple[int, list[Tensor], Any] | None = None
+
+    def table(self, make: Callable[[int], T], reach: int, *made_of: Tensor, decoding: bool) -> T:
+        """make(n) with n >= reach, or what it gave last if that reaches and nothing that it was made of has changed.
+
+        Numbers are compared, not versions, which writing to `.data` would not change. Where a gradient may be wanted,
+        and in one pass over all tokens, it is made anew and no longer than needed.
+        """
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not decoding:
+            return make(reach)
+        last = self._last
+        if last is None or last[0] < reach or not all(map(_same, last[1], made_of)):
+            longer = -(-reach // STEP) * STEP
+            self._last = last = longer, [x.detach().clone() for x in made_of], make(longer)
+        table: T = last[2]
+        return table
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
+
+
+def table_reach(layout: TokenLayout) -> int | None:
+    """How many distances a table needs, from 0 on; None if positions have such gaps that a table would be wasteful.
+
+    Where the positions may not be read, a graph or a device assumes that they follow the slots, and stops at run time
+    if they do not.
+    """
+    count = max(layout.query_count, layout.key_count)
+    if layout.facts is not None:
+        return max(layout.facts.furthest + 1, 1) if layout.facts.furthest < max(4 * count, STEP) else None
+    if layout.query.numel() and layout.key.numel():
+        (first, last), (lowest, highest) = layout.query.aminmax(), layout.key.aminmax()
+        furthest = torch.maximum(last - lowest, highest - first)
+        torch._assert_async(furthest < count, "positions with gaps need a longer table than a compiled graph has")
+    return count
+
+
+def is_decoding(layout: TokenLayout) -> bool:
+    """Whether cached keys come before the queries."""
+    return layout.query_count != layout.key_count

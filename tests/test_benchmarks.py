@@ -1,0 +1,91 @@
+"""The comparison of two revisions: it runs, it counts right, and it never times what is wrong."""
+
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+OFF = "lambda q, k, v, **given: right(q, k, v, **given) * (1 if given.get('backend') == 'reference' else 1.01)"
+OTHER = "lambda q, k, v, **given: right(q, k, 1.01 * v, **given)"
+GONE = "lambda q, k, v, **given: __import__('os')._exit(7)"
+
+
+@pytest.fixture(scope="module")
+def paired():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield importlib.import_module("paired")
+
+
+@pytest.fixture(scope="module")
+def ours(paired):
+    with paired.workers(ROOT / "src") as (worker,):
+        yield worker
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="there is no other revision outside a repository")
+def test_a_revision_compared_with_itself_gives_a_row_with_its_certificate_and_leaves_no_worktree(tmp_path):
+    before = subprocess.run(["git", "worktree", "list"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    out = tmp_path / "rows.jsonl"
+    command = [sys.executable, "benchmarks/attention.py", "--base", "HEAD", "--rounds", "2", "--out", str(out)]
+    command += ["--lengths", "48", "--cases", "^kerple/train"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = map(json.loads, out.read_text().splitlines())
+    assert (row["encoding"], row["mode"], row["length"], row["rounds"]) == ("kerple", "train", 48, 2)
+    assert row["ratio"]["median"] > 0
+    assert row["interval"] is None
+    assert row["verdict"] == "too few rounds"
+    assert row["born"]["base"] == row["born"]["commit"].rstrip("+")
+    assert "kerple/train/48" in done.stdout
+    assert str(tmp_path) not in before
+    after = subprocess.run(["git", "worktree", "list"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert str(tmp_path) not in after
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (OFF, "base: out is off by"),
+        (OTHER, "the revisions disagree: out"),
+        (GONE, "base: the process ended with code 7"),
+    ],
+    ids=["off its reference", "another formula", "a crash"],
+)
+def test_what_is_wrong_is_said_and_not_timed(paired, ours, tmp_path, fault, words):
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    with (tmp_path / "src/lengthwise/attention/__init__.py").open("a") as file:
+        file.write(f"\nright = attend\nattend = {fault}\n")
+    case = paired.Case("none", "forward", 16)
+    with paired.workers(tmp_path / "src") as (base,):
+        row = paired.compare(paired.Entry("ours", ours, case), paired.Entry("base", base, case), 2, same=True)
+    assert words in row["wrong"]
+    assert "ratio" not in row
+
+
+def test_the_interval_of_the_median_is_that_of_the_order_statistics(paired):
+    # P(B(20, 1/2) < 6) = 0.0207 and P(B < 7) = 0.0577: the sixth from either end.
+    assert paired.median_interval(list(range(20, 0, -1))) == [6, 15]
+    assert paired.median_interval(list(range(6))) == [0, 5]
+    assert paired.median_interval(list(range(5))) is None
+
+
+@pytest.mark.parametrize(
+    ("interval", "median", "verdict"),
+    [
+        ([1.031, 1.2], 1.1, "over"),
+        ([1.02, 1.2], 1.1, "open"),
+        ([1.0, 1.2], 1.03, "within"),
+        (None, 2, "too few rounds"),
+    ],
+)
+def test_a_case_is_over_its_limit_only_if_the_whole_interval_is(paired, interval, median, verdict):
+    assert paired.against_limit({"interval": interval, "ratio": {"median": median}}, 1.03) == verdict
