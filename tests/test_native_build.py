@@ -20,7 +20,7 @@ HEADS, KEYS, DIM = 3, 150, 24
 POSITIONS = torch.arange(KEYS)
 
 
-@pytest.mark.parametrize("name", ["g++", "clang++"])
+@pytest.mark.parametrize("name", ["g++", pytest.param("clang++", marks=pytest.mark.prove)])
 def test_every_compiler_makes_a_kernel_that_agrees_with_the_reference(name, tmp_path, monkeypatch):
     compiler = shutil.which(name)
     if compiler is None:
