@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 import lengthwise
+from lengthwise.files import processor_name
 
 
 def certificate(command: str) -> dict[str, object]:
@@ -16,7 +17,7 @@ def certificate(command: str) -> dict[str, object]:
         "command": command,
         "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain", "src") else ""),
         "date": datetime.now(UTC).date().isoformat(),
-        "machine": f"{_processor()}, {torch.get_num_threads()} threads",
+        "machine": f"{processor_name()}, {torch.get_num_threads()} threads",
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -28,10 +29,3 @@ def certificate(command: str) -> dict[str, object]:
 def _git(*arguments: str) -> str:
     done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=Path(__file__).parents[1])
     return done.stdout.strip()
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

@@ -19,7 +19,7 @@ SOURCES = sorted((ROOT / "src/lengthwise").rglob("*.py"))
 # Each room may import from itself and from those before it.
 ROOMS = [
     "errors",
-    "folders",
+    "files",
     "token_layout",
     "bias",
     "rescore",

@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerFast
 
 from lengthwise.data.sources import Split, documents, resolve
 from lengthwise.data.tokenizers import tokenizer_hash
-from lengthwise.data.tokens import Shard, Tokens, file_hash
-from lengthwise.folders import cache_folder
+from lengthwise.data.tokens import Shard, Tokens
+from lengthwise.files import cache_folder, file_hash, replacing, write_atomic
 
 SHARD = 2**28
 """Characters in a shard: about 60 million tokens of GPT-2's."""
@@ -51,9 +51,7 @@ def prepare(
         paths = [folder / name for name in json.loads(whole.read_text())] if whole.exists() else []
         if not paths or not all(_is_whole(path, deep=verify) for path in paths):
             paths = _make(source, tokenizer, split, folder, shard)
-            partial = whole.with_suffix(".part")
-            partial.write_text(json.dumps([path.name for path in paths]))
-            partial.replace(whole)
+            write_atomic(whole, json.dumps([path.name for path in paths]))
     shards = [Shard.read(path) for path in paths]
     if sum(found.documents for found in shards) == 0:
         raise ValueError(
@@ -96,18 +94,17 @@ def _group(text: str, texts: Iterator[str], size: int) -> Iterator[str]:
 
 
 def _write(path: Path, texts: Iterator[str], tokenizer: PreTrainedTokenizerFast, bar: "tqdm[None]") -> Path:
-    """One shard, beside its place first."""
+    """One shard."""
     dtype = "<u2" if len(tokenizer) <= 2**16 else "<u4"
     tokens = count = 0
-    partial = path.with_suffix(".part")
-    with partial.open("wb") as file:
-        for batch in _batches(texts):
-            for ids in _encoded(batch, tokenizer):
-                file.write(np.asarray([*ids, tokenizer.eos_token_id], dtype=dtype).tobytes())
-                tokens, count = tokens + len(ids) + 1, count + 1
-            bar.update(sum(len(text) for text in batch))
-    checksum = file_hash(partial)
-    partial.replace(path)
+    with replacing(path) as partial:
+        with partial.open("wb") as file:
+            for batch in _batches(texts):
+                for ids in _encoded(batch, tokenizer):
+                    file.write(np.asarray([*ids, tokenizer.eos_token_id], dtype=dtype).tobytes())
+                    tokens, count = tokens + len(ids) + 1, count + 1
+                bar.update(sum(len(text) for text in batch))
+        checksum = file_hash(partial)
     Shard(tokens, count, dtype, checksum).write(path)
     return path
 

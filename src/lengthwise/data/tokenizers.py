@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lengthwise.data.sources import documents
-from lengthwise.folders import cache_folder
+from lengthwise.files import cache_folder
 
 END_OF_TEXT = "<|endoftext|>"
 LEARN_FROM = 2**24

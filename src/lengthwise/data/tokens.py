@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from lengthwise.files import file_hash, write_atomic
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -32,9 +34,7 @@ class Shard:
 
     def write(self, path: Path) -> None:
         """Put the sidecar beside the shard: only then is the shard whole."""
-        partial = path.with_suffix(".json.part")
-        partial.write_text(json.dumps(asdict(self)) + "\n")
-        partial.replace(path.with_suffix(".json"))
+        write_atomic(path.with_suffix(".json"), json.dumps(asdict(self)) + "\n")
 
     def fault(self, path: Path, *, deep: bool) -> str | None:
         """What is wrong with the shard's file, or None; `deep` reads all of it."""
@@ -75,9 +75,3 @@ class Tokens:
     def sha256(self) -> str:
         """The checksum of all shards' checksums: two corpora with the same one are the same."""
         return hashlib.sha256(" ".join(shard.sha256 for shard in self.shards).encode()).hexdigest()
-
-
-def file_hash(path: Path) -> str:
-    """The sha256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -5,12 +5,13 @@ renamed, which is atomic, and the rename is brought to disk. A folder under its 
 the hashes tell.
 """
 
-import hashlib
 import json
 import os
 import shutil
 from pathlib import Path
 from typing import Any
+
+from lengthwise.files import file_hash
 
 SEAL = "seal.json"
 PARTIAL, DAMAGED, OLD = ".partial", ".damaged", ".old"
@@ -70,12 +71,6 @@ def discard(folder: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
         os.rename(folder, old)
         shutil.rmtree(old)
-
-
-def file_hash(path: Path) -> str:
-    """The sha256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _to_disk(path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import yaml
 
+from lengthwise.files import replacing, write_atomic
 from lengthwise.runs.run import CHECKPOINTS, CONFIG, FINAL, LOCK, MAPS, METRICS, read_metrics
 from lengthwise.runs.sealed import DAMAGED, OLD, PARTIAL, begin, discard, is_sealed, read_seal, seal
 
@@ -66,9 +67,7 @@ class RunWriter:
 
     def write_config(self, config: dict[str, Any]) -> None:
         """Keep what the run was started with."""
-        partial = self.folder / (CONFIG + PARTIAL)
-        partial.write_text(yaml.safe_dump(config, sort_keys=False))
-        os.replace(partial, self.folder / CONFIG)
+        write_atomic(self.folder / CONFIG, yaml.safe_dump(config, sort_keys=False))
 
     def log(self, line: dict[str, Any]) -> None:
         """Add a line to the metrics."""
@@ -79,13 +78,12 @@ class RunWriter:
     def cut(self, step: int) -> None:
         """Remove every line of the metrics, and every map, that is after a step: they will come again."""
         kept = [line for line in read_metrics(self.folder / METRICS) if line["step"] <= step]
-        partial = self.folder / (METRICS + PARTIAL)
-        with partial.open("w") as file:
-            file.writelines(json.dumps(line) + "\n" for line in kept)
-            file.flush()
-            os.fsync(file.fileno())
-        self._metrics.close()
-        os.replace(partial, self.folder / METRICS)
+        with replacing(self.folder / METRICS) as partial:
+            with partial.open("w") as file:
+                file.writelines(json.dumps(line) + "\n" for line in kept)
+                file.flush()
+                os.fsync(file.fileno())
+            self._metrics.close()
         self._metrics = self._open_metrics()
         for path in (self.folder / MAPS).glob("step-*.safetensors"):
             if int(path.stem.removeprefix("step-")) > step:

@@ -3,10 +3,8 @@
 import math
 import os
 import platform
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ import transformers
 from lengthwise import __version__
 from lengthwise.evaluate import LengthTable
 from lengthwise.evaluate.task_scores import TaskScore
+from lengthwise.files import processor_name
 from lengthwise.study.config import StudyConfig
 from lengthwise.study.parts import Part
 from lengthwise.study.training import Outcome
@@ -107,7 +106,7 @@ def born(command: str) -> dict[str, Any]:
     return {
         "command": command,
         "date": datetime.now(UTC).date().isoformat(),
-        "machine": f"{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
+        "machine": f"{processor_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
         "versions": {
             "lengthwise": __version__,
             "python": platform.python_version(),
@@ -115,10 +114,3 @@ def born(command: str) -> dict[str, Any]:
             "transformers": transformers.__version__,
         },
     }
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines: Sequence[str] = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

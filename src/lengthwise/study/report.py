@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from lengthwise.evaluate.figures import length_figure
 from lengthwise.evaluate.table import figure, markdown
 from lengthwise.evaluate.task_scores import task_rows
+from lengthwise.files import write_atomic
 from lengthwise.study.findings import Findings, born
 from lengthwise.study.paper import paper_rows
 from lengthwise.views.canvas import in_few_colours, png
@@ -32,16 +33,13 @@ pre{background:#f6f8fa;padding:.9rem;overflow-x:auto;font-size:.8rem;line-height
 
 def write_report(findings: Findings, out: Path) -> Path:
     """Write all three, each whole or not at all, and give the HTML file's path."""
-    out.mkdir(parents=True, exist_ok=True)
     files = {
         "study.json": json.dumps(findings.as_json(), indent=1) + "\n",
         "report.md": in_markdown(findings),
         "report.html": in_html(findings, out),
     }
     for name, content in files.items():
-        half = out / f"{name}.part"
-        half.write_text(content, encoding="utf-8")
-        half.replace(out / name)
+        write_atomic(out / name, content)
     return out / "report.html"
 
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from lengthwise.data.tokens import file_hash
 from lengthwise.encodings.registry import find
 from lengthwise.errors import check_int
 from lengthwise.evaluate import LengthTable, Score
 from lengthwise.evaluate.measuring import Measure, held_out_text, score_subject
 from lengthwise.evaluate.subjects import Subject, load_subject
 from lengthwise.evaluate.task_scores import TaskScore, score_task
+from lengthwise.files import file_hash, write_atomic
 from lengthwise.inspect import position_maps
 from lengthwise.study.config import StudyConfig
 from lengthwise.study.findings import Findings
@@ -125,8 +125,7 @@ def measured(part: Part, what: Measure, out: Path, device: str) -> tuple[list[Sc
             "scores": [dataclasses.asdict(score) for score in scores],
             "tasks": [dataclasses.asdict(score) for score in tasks],
         }
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        _replace(kept, json.dumps(found))
+        write_atomic(kept, json.dumps(found))
         picture.unlink(missing_ok=True)
     if not picture.exists():
         draw(subject or load_subject(final, name=part.name, device=device), what, picture)
@@ -160,12 +159,5 @@ def total_seconds(out: Path, now: float) -> float:
     """What all calls of this study took together."""
     path = out / "seconds.json"
     before = json.loads(path.read_text())["seconds"] if path.exists() else 0.0
-    out.mkdir(parents=True, exist_ok=True)
-    _replace(path, json.dumps({"seconds": before + now}))
+    write_atomic(path, json.dumps({"seconds": before + now}))
     return float(before + now)
-
-
-def _replace(path: Path, content: str) -> None:
-    half = path.with_name(path.name + ".part")
-    half.write_text(content)
-    half.replace(path)

@@ -15,6 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Colormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 
+from lengthwise.files import write_atomic
+
 SMALL, MIDDLE, LARGE = 5.5, 7.0, 8.5
 """Letters in points: they stay readable at a paper's full width of about 6.3 inches."""
 
@@ -121,12 +123,7 @@ def checked_path(path: str | Path, *, force: bool) -> Path:
 def save_picture(figure: Figure, path: str | Path, *, force: bool = False) -> Path:
     """Write a picture as its name says, .png, .svg or .pdf, whole or not at all."""
     path = checked_path(path, force=force)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    made = rendered(figure, path.suffix.lower().removeprefix("."))
-    half = path.with_name(path.name + ".part")
-    half.write_bytes(made)
-    half.replace(path)
-    return path
+    return write_atomic(path, rendered(figure, path.suffix.lower().removeprefix(".")))
 
 
 def png(figure: Figure) -> bytes:

@@ -4,7 +4,6 @@ Nothing is pickled, and a function is kept by name and looked up among the regis
 """
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lengthwise.bias import rebuild
+from lengthwise.files import replacing
 from lengthwise.views.maps import LayerMap, PositionMaps, Profile
 from lengthwise.views.tiles import Tiles
 
@@ -32,17 +32,12 @@ def save_maps(maps: PositionMaps, path: str | Path) -> Path:
     about = {
         name: getattr(maps, name) for name in ("model", "encoding", "what", "part", "sequences", "shown", "tokens")
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    half = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
+    with replacing(path) as partial:
         save_file(
             {name: _kept(tensor) for name, tensor in tensors.items()},
-            half,
+            partial,
             {"form": FORM, "about": json.dumps(about), "layers": json.dumps(layers)},
         )
-        half.replace(path)
-    finally:
-        half.unlink(missing_ok=True)
     return path
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from lengthwise.folders import cache_folder
+from lengthwise.files import cache_folder
 
 try:
     import fcntl

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lengthwise.files import write_atomic
 from lengthwise.views.maps import WHATS, PositionMaps, What
 from lengthwise.views.page.document import document, iframe
 from lengthwise.views.page.payload import Detail, tokens_of, view
@@ -54,11 +55,7 @@ class Page:
     def save(self, path: str | Path, *, force: bool = False) -> Path:
         """Write the file, whole or not at all."""
         path = checked_page(path, force=force)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        half = path.with_name(path.name + ".part")
-        half.write_text(self.html, encoding="utf-8")
-        half.replace(path)
-        return path
+        return write_atomic(path, self.html)
 
     def _repr_html_(self) -> str:
         return iframe(self.html, HEIGHT)

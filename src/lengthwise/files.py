@@ -1,0 +1,55 @@
+"""Files: where the cache is, how one is written whole or not at all, its hash; and what this machine's processor is.
+
+Folders that are whole or not there are in runs/sealed.py.
+"""
+
+import hashlib
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """$LENGTHWISE_DATA, or the user's cache: tokenizers, token files and compiled kernels, which can be made again."""
+    if chosen := os.environ.get("LENGTHWISE_DATA"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lengthwise"
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path beside `path` to write to; it takes the place of `path` at the end, and is removed after an error.
+
+    Every process has its own, so that two that write the same file do not meet.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_atomic(path: str | Path, content: str | bytes) -> Path:
+    """Write a file so that a reader sees all of it or what was there before."""
+    path = Path(path)
+    with replacing(path) as partial:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def file_hash(path: Path) -> str:
+    """The sha256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def processor_name() -> str:
+    """What the processor calls itself."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
