@@ -102,6 +102,7 @@ class Job:
         self.place = None if self.encoding is None else self.api.place(self.rows, case.length)
         for tensor in (self.last_q, self.k, self.v, *_tensors(self.extra).values()):
             tensor.requires_grad_(self.learning)
+        self.last_extra = _of_rows(self.extra, slice(-self.rows, None))
         self.state = self.ready = None
         if decoding and self.encoding is not None:
             with torch.no_grad():
@@ -135,7 +136,7 @@ class Job:
 
     def _out(self) -> Tensor:
         if self.encoding is None:
-            return lw.attend(self.last_q, self.k, self.v, **_of_rows(self.extra, slice(-self.rows, None)))
+            return lw.attend(self.last_q, self.k, self.v, **self.last_extra)
         q, k = self.api.rotate(self.encoding, self.last_q, self.k, self.place, self.state)
         return self.api.attend(q, k, self.v, self.place, **(self.ready or self._described()))
 

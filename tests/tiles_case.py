@@ -1,11 +1,12 @@
 """Calls for the tests of row_block: every kind of bias in every situation, and what it means to agree."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
+from rounding import Tensors, assert_within_rounding, rounding_noise
 from torch import Tensor
 
 from lengthwise.attention import call as calls
@@ -27,7 +28,6 @@ from lengthwise.bias import (
 from lengthwise.token_layout import Band, TokenLayout
 
 HEADS, DIM, VALUE = 3, 7, 5
-Tensors = dict[str, Tensor]
 Attend = Callable[[AttentionCall], tuple[Tensor, Tensor]]
 
 
@@ -266,44 +266,32 @@ def results(
 
 def assert_as_exact(case: Case, dtype: torch.dtype = torch.float32) -> None:
     """Twice the error that the reference makes at this precision against float64, plus rounding."""
-    d_out = upstream(case)[0].to(dtype)
-    keys = case.tensors["k"].shape[2]
-    for name, truth, plain, found in _on_three_roads(case, dtype, d_out, None):
-        # A gradient that cancels to nothing was still made of numbers of the size of d_out; a slope's, times distances,
-        # and a logit scale's, times scores, which a level makes as large.
-        unit = d_out.double().norm() * (keys if name in ("slope", "logit_scale") else 1)
-        rounding = max(truth.norm(), unit) * torch.finfo(dtype).eps
-        assert (found - truth).norm() <= 2 * (plain - truth).norm() + rounding, name
+    _assert_as_exact(case, dtype, upstream(case)[0].to(dtype), None)
 
 
 def assert_lse_as_exact(case: Case, dtype: torch.dtype = torch.float32) -> None:
-    """The same where a gradient comes through the log-sum-exp alone.
-
-    A gradient of it is a sum of weights, all of one sign: two such sums in different order differ by about the square
-    root of their number of roundings, and each weight, 2^(score - lse), by as many as its log-sum-exp is large.
-    """
+    """The same where a gradient comes through the log-sum-exp alone."""
     d_out, d_lse = upstream(case)
-    lse: Tensor | None = None
-    keys = case.tensors["k"].shape[2]
-    for name, truth, plain, found in _on_three_roads(case, dtype, torch.zeros_like(d_out), d_lse):
-        lse = truth if name == "lse" else lse
-        unit = d_lse.double().norm() * (keys if name == "slope" else 1)
-        roundings = keys**0.5 + (0 if lse is None else lse.abs().max())
-        rounding = max(truth.norm(), unit) * torch.finfo(torch.float32).eps * roundings
-        half = dtype not in (torch.float32, torch.float64) and found.dtype == dtype
-        rounding = rounding + half * torch.finfo(dtype).eps * truth.norm()
-        assert (found - truth).norm() <= 2 * (plain - truth).norm() + rounding, name
+    _assert_as_exact(case, dtype, torch.zeros_like(d_out), d_lse)
 
 
-def _on_three_roads(
-    case: Case, dtype: torch.dtype, d_out: Tensor, d_lse: Tensor | None
-) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-    """Every result by name: in float64, of the reference at this precision, and of row_block; 0 for minus infinity."""
-    given = case.rounded(dtype)
-    roads = (by_reference, torch.float64), (by_reference, dtype), (by_row_block, dtype)
-    exact, theirs, ours = (results(attend, *given.call(precision), d_out, d_lse) for attend, precision in roads)
-    for name, truth, plain, found in zip(["out", "lse", *case.floating], exact, theirs, ours, strict=True):
-        assert found.dtype == plain.dtype
-        assert torch.equal(found == -torch.inf, truth == -torch.inf)
-        truth, plain, found = (x.masked_fill(x == -torch.inf, 0) for x in (truth, plain, found))
-        yield name, truth, plain, found
+def _assert_as_exact(case: Case, dtype: torch.dtype, d_out: Tensor, d_lse: Tensor | None) -> None:
+    case = case.rounded(dtype)
+    roads = (by_row_block, dtype), (by_reference, dtype), (by_reference, torch.float64)
+    ours, plain, exact = (_named(case, results(road, *case.call(of), d_out, d_lse)) for road, of in roads)
+    # The difference of two levels, exact in float64, has one rounding, as its slope has.
+    inputs = {name: case.tensors[name].double() for name in case.floating if not name.startswith("level")}
+    inputs["d_out"] = d_out.double()
+    inputs |= {} if d_lse is None else {"d_lse": d_lse.double()}
+
+    def run(given: Tensors) -> Tensors:
+        own = replace(case, tensors=case.tensors | {name: given[name] for name in given if name in case.tensors})
+        return _named(case, results(by_reference, *own.call(torch.float64), given["d_out"], given.get("d_lse")))
+
+    eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    noise = rounding_noise(run, inputs, eps)
+    assert_within_rounding(ours, plain, exact, noise, terms=case.tensors["k"].shape[2], eps=eps)
+
+
+def _named(case: Case, values: list[Tensor]) -> Tensors:
+    return dict(zip(["out", "lse", *case.floating], values, strict=True))

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lengthwise.bias import Description, described, has_float64
+from lengthwise.bias import Description, described
 from lengthwise.errors import check_tensor, describe
 
 LEAK = 0.01
@@ -28,7 +28,8 @@ class Rescore(Description, ABC):
     """The scores of one call of attention, from its content and its bias."""
 
     in_float64: ClassVar[bool] = False
-    """Whether a float32 call is best rescored in float64: a network of large scores loses what a softmax shows."""
+    """Whether backends in torch should give content and bias in float64: a network of large scores, which are sums in
+    an order that depends on how many rows there are, loses in float32 what a softmax shows."""
 
     @abstractmethod
     def scores(
@@ -88,18 +89,15 @@ def _along_heads(
 ) -> Float[Tensor, "batch out row key"]:
     """One layer: a product along the second axis, summed over the keys that the kernel sees.
 
-    Without gradients it is summed in float64: in decoding large scores would lose in float32 what a softmax shows, and
-    how much depends on how many rows are summed at once. Not a convolution: inductor keeps the heads of one last in
-    memory, and then writes past the end of a reduction over the keys of fewer heads than a vector is wide.
+    Not a convolution: inductor keeps the heads of one last in memory, and then writes past the end of a reduction over
+    the keys of fewer heads than a vector is wide.
     """
-    exact = has_float64(x.device) and not torch.is_grad_enabled()
-    wide = torch.float64 if exact else x.dtype
     reach, keys = weight.shape[2] // 2, x.shape[3]
-    padded = F.pad(x, (reach, reach)).to(wide)
-    total = bias.to(wide)[:, None, None].expand(x.shape[0], -1, *x.shape[2:])
+    padded = F.pad(x, (reach, reach))
+    total = bias.to(x.dtype)[:, None, None].expand(x.shape[0], -1, *x.shape[2:])
     for tap in range(weight.shape[2]):
-        total = total + torch.einsum("oi,birk->bork", weight[:, :, tap].to(wide), padded[..., tap : tap + keys])
-    return total.to(x.dtype)
+        total = total + torch.einsum("oi,birk->bork", weight[:, :, tap].to(x.dtype), padded[..., tap : tap + keys])
+    return total
 
 
 @described

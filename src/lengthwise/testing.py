@@ -278,14 +278,7 @@ def agrees_with_reference(subject: Subject) -> None:
     found = {road: _with_gradients(model, x.to(model.to_qkv.weight.dtype)) for road, model in roads.items()}
     exact, plain, ours = found.values()
     assert ours.keys() == exact.keys(), f"No gradient reaches {sorted(exact.keys() - ours.keys())}."
-    largest = max(float(value.norm()) for value in exact.values())
-    for name, value in exact.items():
-        error, allowed = (float((other[name] - value).norm()) for other in (ours, plain))
-        # Two sums of the same terms in another order differ by about sqrt(terms) roundings of the sum.
-        # A gradient that is 0 in exact arithmetic is a sum of terms that cancel, each as large as others' whole sums.
-        vanishes = float(value.norm()) < 1e-9 * largest
-        rounding = torch.finfo(torch.float32).eps * subject.length**0.5 * (largest if vanishes else float(value.norm()))
-        assert error <= 2 * allowed + rounding, f"{name}: error {error:.1e}, the reference makes {allowed:.1e}."
+    _assert_as_exact(ours, plain, exact, subject.length)
 
 
 def gradients_are_right(subject: Subject) -> None:
@@ -418,18 +411,16 @@ def _one_head(bias: Bias) -> Bias:
 def lse_is_the_reference_s(subject: Subject) -> None:
     """The log-sum-exp is the reference's, and its gradient too, also where nothing else has one, skipping or not."""
     layer, x, layout = subject.layer(), subject.tokens(), subject.layout()
+    roads = {"exact": ("reference", torch.float64), "plain": ("reference", torch.float32)}
     for on in (True, False):
         found = {}
-        for backend in (subject.backend, "reference"):
-            tokens = x.clone().requires_grad_()
-            layer.zero_grad()
+        for road, (backend, dtype) in (roads | {"ours": (subject.backend, torch.float32)}).items():
+            model, tokens = copy.deepcopy(layer).to(dtype), x.to(dtype).requires_grad_()
             with skipping(on):
-                _, lse = layer.parts(tokens, layout, backend)
+                _, lse = model.parts(tokens, layout, backend)
             (gradient,) = torch.autograd.grad(lse.square().sum(), tokens)
-            found[backend] = lse.detach(), gradient
-        (lse, gradient), (wanted, wanted_gradient) = found[subject.backend], found["reference"]
-        assert_near(lse, wanted, f"lse, skipping {on}")
-        assert_near(gradient, wanted_gradient, f"the gradient of lse alone, skipping {on}", factor=10)
+            found[road] = {"lse": lse.detach(), f"the gradient of lse alone, skipping {on}": gradient}
+        _assert_as_exact(found["ours"], found["plain"], found["exact"], subject.length)
 
 
 def bands_merge(subject: Subject) -> None:
@@ -479,12 +470,24 @@ LAWS: tuple[Callable[[Subject], None], ...] = (
 )
 
 
-def assert_near(actual: Tensor, expected: Tensor, where: str, factor: float = 1) -> None:
-    """Two roads to one float32 output agree to RELATIVE of its scale; a gradient is a sum of more terms."""
+def _assert_as_exact(ours: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor], terms: int) -> None:
+    """Twice the error of the reference in float32 against float64, plus the rounding of sums of so many terms."""
+    largest = max(float(value.norm()) for value in exact.values())
+    for name, value in exact.items():
+        error, allowed = (float((other[name] - value).norm()) for other in (ours, plain))
+        # Two sums of the same terms in another order differ by about sqrt(terms) roundings of the sum.
+        # A gradient that is 0 in exact arithmetic is a sum of terms that cancel, each as large as others' whole sums.
+        vanishes = float(value.norm()) < 1e-9 * largest
+        rounding = torch.finfo(torch.float32).eps * terms**0.5 * (largest if vanishes else float(value.norm()))
+        assert error <= 2 * allowed + rounding, f"{name}: error {error:.1e}, the reference makes {allowed:.1e}."
+
+
+def assert_near(actual: Tensor, expected: Tensor, where: str) -> None:
+    """Two roads to one float32 output agree to RELATIVE of its scale."""
     empty = actual == expected  # both may be -inf
     error = float((actual - expected).detach().masked_fill(empty, 0).abs().max())
     scale = float(expected.detach().masked_fill(empty & expected.isinf(), 0).abs().max())
-    assert error <= factor * RELATIVE * scale, f"They differ by {error / scale:.1e} of the largest: {where}."
+    assert error <= RELATIVE * scale, f"They differ by {error / scale:.1e} of the largest: {where}."
 
 
 def _with_gradients(layer: Layer, x: Tensor, tries: int = 4) -> dict[str, Tensor]:

@@ -297,7 +297,7 @@ def _checked_logit_scale(logit_scale: object, wanted: tuple[int, int, int]) -> T
     shape = tuple(logit_scale.shape)
     if len(shape) != 3 or shape[0] not in (1, batch) or shape[1] not in (1, heads) or shape[2] not in (1, queries):
         raise ValueError(f"logit_scale must be (batch or 1, head or 1, query or 1) of {wanted}, got shape {shape}")
-    return logit_scale.expand(-1, -1, queries)
+    return logit_scale if shape[2] == queries else logit_scale.expand(-1, -1, queries)
 
 
 def _checked_sink(sink: object, wanted: tuple[int, int, int]) -> Tensor:
@@ -312,7 +312,7 @@ def _checked_sink(sink: object, wanted: tuple[int, int, int]) -> Tensor:
         raise ValueError(
             f"sink must be ({heads},), one logit per head, or (batch or 1, {heads}, query or 1), got {shape}"
         )
-    return sink[None, :, None] if len(shape) == 1 else sink
+    return sink.view(1, heads, 1) if len(shape) == 1 else sink
 
 
 def _tensor(name: str, x: Tensor, axis: str) -> str:

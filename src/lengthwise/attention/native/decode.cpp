@@ -100,7 +100,7 @@ struct Decode {
 
 namespace {
 
-constexpr long BLOCK = 128;
+constexpr long BLOCK = 128, AT_ONCE = 4;
 
 typedef uint16_t u16x8 __attribute__((vector_size(16), aligned(2)));
 typedef uint32_t u32x8 __attribute__((vector_size(32)));
@@ -166,39 +166,6 @@ inline void mix(const float* weights, const long* keys, long count, const T* v, 
     for (int n = 0; n < VECTORS; ++n) sums[n] += weight * load(from + 8 * n);
   }
   for (int n = 0; n < VECTORS; ++n) store(out + 8 * n, load(out + 8 * n) + sums[n]);
-}
-
-// tanh(x) to about two units in the last place. (Cephes' polynomial near 0, where the quotient would cancel.)
-inline v8 tangent(v8 x) {
-  const v8 size = absolute(x), square = x * x;
-  v8 p = all(-5.70498872745e-3f);
-  p = p * square + 2.06390887954e-2f;
-  p = p * square - 5.37397155531e-2f;
-  p = p * square + 1.33314422036e-1f;
-  p = p * square - 3.33332819422e-1f;
-  const v8 small = p * square * x + x;
-  const v8 large = 1.0f - 2.0f / (exponential(pick(size < 10.0f, size + size, all(20))) + 1.0f);
-  const v8 with_sign = (v8)((i8)large | ((i8)x & int32_t(0x80000000)));
-  return pick(x == x, pick(size < 0.625f, small, with_sign), x);
-}
-
-// log(1 + x) for x >= 0 to about two units in the last place. (Cephes' polynomial; what 1 + x rounds away is added.)
-inline v8 log1p(v8 x) {
-  const v8 whole = 1.0f + x, lost = (x - (whole - 1.0f)) / whole;
-  const i8 offset = (i8)whole - 0x3f3504f3;  // counted from sqrt(1/2), so that what is left is in [sqrt(1/2), sqrt(2))
-  const v8 power = __builtin_convertvector(offset >> 23, v8);
-  const v8 r = (v8)((offset & 0x7fffff) + 0x3f3504f3) - 1.0f, square = r * r;
-  v8 p = all(7.0376836292e-2f);
-  p = p * r - 1.1514610310e-1f;
-  p = p * r + 1.1676998740e-1f;
-  p = p * r - 1.2420140846e-1f;
-  p = p * r + 1.4249322787e-1f;
-  p = p * r - 1.6668057665e-1f;
-  p = p * r + 2.0000714765e-1f;
-  p = p * r - 2.4999993993e-1f;
-  p = p * r + 3.3333331174e-1f;
-  const v8 rest = p * r * square - 2.12194440e-4f * power - 0.5f * square;
-  return pick(x < INF, r + (rest + lost) + 0.693359375f * power, x);
 }
 
 // What a part of the keys amounts to for one row.
@@ -328,9 +295,13 @@ struct Added {
       } else {
         alignas(32) float x[BLOCK] = {};
         for (long j = 0; j < count; ++j) x[j] = float(level - levels[j]);
-        for (long j = 0; j < count; j += 8) {
-          const v8 difference = load(x + j);
-          store(x + j, slope * log1p(difference * difference));
+        for (long j = 0; j < count; j += 8 * AT_ONCE) {
+          v8 log[AT_ONCE];
+#pragma GCC unroll 4
+          for (int n = 0; n < AT_ONCE; ++n) log[n] = load(x + j + 8 * n) * load(x + j + 8 * n);
+          logs_of_1p(log);
+#pragma GCC unroll 4
+          for (int n = 0; n < AT_ONCE; ++n) store(x + j + 8 * n, slope * log[n]);
         }
         for (long j = 0; j < count; ++j) scores[j] -= x[j];
       }
@@ -398,7 +369,7 @@ void visit(const Decode& p, long batch, long kv, long from, long to, long end, s
   std::vector<Added> bias;
   for (long term = 0; term < p.term_count; ++term) bias.emplace_back(p, p.terms()[term], batch, kv, end);
   const float cap = float(p.softcap), per_cap = float(1 / p.softcap);
-  alignas(32) float scores[BLOCK];
+  alignas(32) float scores[BLOCK] = {};
   long seen[BLOCK];
   for (long column = from + (to - from - 1) / BLOCK * BLOCK; column >= from; column -= BLOCK) {
     const long count = std::min(BLOCK, to - column);
@@ -411,7 +382,14 @@ void visit(const Decode& p, long batch, long kv, long from, long to, long end, s
       float check = 0, peak = row.most;
       if (p.softcap != 0) {  // which would make an infinity finite
         for (long j = 0; j < few; ++j) check += scores[seen[j]] * 0.0f;
-        for (long j = 0; j < count; j += 8) store(scores + j, cap * tangent(load(scores + j) * per_cap));
+        for (long j = 0; j < count; j += 8 * AT_ONCE) {
+          v8 x[AT_ONCE];
+#pragma GCC unroll 4
+          for (int n = 0; n < AT_ONCE; ++n) x[n] = load(scores + j + 8 * n) * per_cap;
+          tangents(x);
+#pragma GCC unroll 4
+          for (int n = 0; n < AT_ONCE; ++n) store(scores + j + 8 * n, cap * x[n]);
+        }
       }
       for (Added& term : bias) term.to(scores, n, column, count);
       if (p.logit_scale)
@@ -425,10 +403,16 @@ void visit(const Decode& p, long batch, long kv, long from, long to, long end, s
       std::fill(scores + few, scores + BLOCK, -INF);
       const float shift = peak == -INF ? 0 : peak;
       v8 added = all(0);
-      for (long j = 0; j < few; j += 8) {
-        const v8 x = exponential(load(scores + j) - shift);
-        store(scores + j, x);
-        added += x;
+      for (long j = 0; j < few; j += 8 * AT_ONCE) {
+        v8 x[AT_ONCE];
+#pragma GCC unroll 4
+        for (int n = 0; n < AT_ONCE; ++n) x[n] = load(scores + j + 8 * n) - shift;
+        exponentials(x);
+#pragma GCC unroll 4
+        for (int n = 0; n < AT_ONCE; ++n) {
+          store(scores + j + 8 * n, x[n]);
+          added += x[n];
+        }
       }
       if (peak > row.most && row.most != -INF) {
         const float fade = std::exp(row.most - peak);

@@ -14,21 +14,15 @@
 
 #include <cmath>
 #include <cstring>
-#include <type_traits>
 
 #include "vectors.h"
 
 namespace {
 
-constexpr long COLUMNS = 64, PANEL = 16, MOST_ROWS = 48;
+constexpr long COLUMNS = 64, MOST_ROWS = 48;
 constexpr long MARGIN = 8;                 // the last keys of the block before, which the neighbours' sums reach
 constexpr long STRIDE = COLUMNS + MARGIN;  // not a power of two: channels must not share a set of the cache
 constexpr long STRANDS = 16;               // sums over rows of what has no place of its own, added at the end
-#ifdef __AVX512VL__
-constexpr long MOST = 8;  // accumulators that fit into 32 registers
-#else
-constexpr long MOST = 6;
-#endif
 
 // What Python hands over; rescore.py has the same fields in the same order. Arrays are contiguous.
 struct Task {
@@ -66,78 +60,6 @@ inline i8 seen_at(const int32_t* seen) {
   i8 m;
   std::memcpy(&m, seen, sizeof m);
   return m;
-}
-
-// tanh to about one unit in the last place. (Cephes' polynomial near 0.)
-inline v8 hyperbolic_tangent(v8 x) {
-  const v8 size = absolute(x), square = x * x;
-  v8 p = all(-5.70498872745e-3f);
-  p = p * square + 2.06390887954e-2f;
-  p = p * square - 5.37397155531e-2f;
-  p = p * square + 1.33314422036e-1f;
-  p = p * square - 3.33332819422e-1f;
-  const v8 near = p * square * x + x;
-  const v8 twice = pick(size > 20.0f, all(40.0f), size + size);
-  const v8 away = 1.0f - 2.0f / (exponential(twice) + 1.0f);
-  const v8 far = pick(x < 0.0f, -away, away);
-  return pick(x == x, pick(size < 0.625f, near, far), x);
-}
-
-// Call work(M, first) for `count` things in even blocks of M <= MOST, M known to the compiler.
-template <class Work>
-inline void in_blocks(long count, Work work) {
-  long first = 0;
-  for (long left = (count + MOST - 1) / MOST; left > 0; --left) {
-    const long m = (count - first + left - 1) / left;
-    switch (m) {
-      case 8: work(std::integral_constant<int, 8>{}, first); break;
-      case 7: work(std::integral_constant<int, 7>{}, first); break;
-      case 6: work(std::integral_constant<int, 6>{}, first); break;
-      case 5: work(std::integral_constant<int, 5>{}, first); break;
-      case 4: work(std::integral_constant<int, 4>{}, first); break;
-      case 3: work(std::integral_constant<int, 3>{}, first); break;
-      case 2: work(std::integral_constant<int, 2>{}, first); break;
-      case 1: work(std::integral_constant<int, 1>{}, first); break;
-    }
-    first += m;
-  }
-}
-
-// c[M][16] = or += a b; a is read along its rows (step 1 in k) or, transposed, along its columns.
-template <int M, bool TRANSPOSED>
-inline void panel(const float* a, long lda, const float* b, long ldb, float* c, long ldc, long count, bool add) {
-  v8 left[M], right[M];
-#pragma GCC unroll 8
-  for (int m = 0; m < M; ++m) {
-    left[m] = add ? load(c + m * ldc) : all(0);
-    right[m] = add ? load(c + m * ldc + 8) : all(0);
-  }
-  for (long k = 0; k < count; ++k) {
-    const v8 b0 = load(b), b1 = load(b + 8);
-#pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) {
-      const v8 x = all(TRANSPOSED ? a[m] : a[m * lda]);
-      left[m] += x * b0;
-      right[m] += x * b1;
-    }
-    a += TRANSPOSED ? lda : 1;
-    b += ldb;
-  }
-#pragma GCC unroll 8
-  for (int m = 0; m < M; ++m) {
-    store(c + m * ldc, left[m]);
-    store(c + m * ldc + 8, right[m]);
-  }
-}
-
-// c (rows x columns) = or += a b, columns a multiple of 16; the next panel of b is `step` further on.
-template <bool TRANSPOSED>
-void product(const float* a, long lda, const float* b, long ldb, long step, float* c, long ldc, long rows, long columns,
-             long count, bool add) {
-  for (long n = 0; n < columns; n += PANEL, b += step)
-    in_blocks(rows, [&](auto m, long first) {
-      panel<m.value, TRANSPOSED>(a + (TRANSPOSED ? first : first * lda), lda, b, ldb, c + first * ldc + n, ldc, count, add);
-    });
 }
 
 // The 64 keys from `first` on, sixteen side by side; 0 where there is no key.
@@ -268,7 +190,11 @@ void collect_bias(const Task& p, long s, long h, long strand, long row, long row
 inline void finish_content(const Task& p, float* a, const int32_t* seen) {
   if (p.softcap > 0) {
     const float cap = float(p.softcap);
-    for (long j = 0; j < COLUMNS; j += 8) store(a + j, lanes_and(cap * hyperbolic_tangent(load(a + j) / cap), seen + j));
+    for (long j = 0; j < COLUMNS; j += 8) {
+      v8 x[1] = {load(a + j) / cap};
+      tangents(x);
+      store(a + j, lanes_and(cap * x[0], seen + j));
+    }
   } else {
     for (long j = 0; j < COLUMNS; j += 8) store(a + j, lanes_and(load(a + j), seen + j));
   }

@@ -307,6 +307,8 @@ struct NetworkBackward {
     std::vector<float> d_content(heads * rows * COLUMNS), d_bias(heads * rows * COLUMNS), d_factor(heads * rows);
     std::vector<float> of_in(TAPS * hidden * inputs * 8), of_out(TAPS * hidden * outputs * 8), of_bias_in(hidden * 8),
         of_bias_out(outputs * 8);
+    // Sums over a tile are float32, those over tiles float64.
+    std::vector<double> totals(TAPS * hidden * (inputs + outputs) + hidden + outputs);
     at_strand.wait(s * STRANDS + strand, order / STRANDS);
     for (long b = begin; b < end; ++b) {
       const long column = b * COLUMNS;
@@ -352,6 +354,11 @@ struct NetworkBackward {
           }
         }
       }
+      double* total = totals.data();
+      for (auto* part : {&of_in, &of_out, &of_bias_in, &of_bias_out}) {
+        for (size_t m = 0; m < part->size(); m += 8) *total++ += sum(load(part->data() + m));
+        std::fill(part->begin(), part->end(), 0.0f);
+      }
       at_keys.wait(s * key_blocks + b, before[b]);
       for (long h = 0; h < heads; ++h) {
         const long index = s * heads + h, kv = index / p.group;
@@ -380,9 +387,8 @@ struct NetworkBackward {
       scale_into(p.d_q + at * p.dim, p.d_q + at * p.dim, rows * p.dim, p.scale);
       for (long r = 0; p.d_logit_scale && r < rows; ++r) p.d_logit_scale[at + r] = d_factor[h * rows + r];
     }
-    double* to = p.d_network + (s * STRANDS + strand) * (TAPS * hidden * (inputs + outputs) + hidden + outputs);
-    for (const auto* part : {&of_in, &of_out, &of_bias_in, &of_bias_out})
-      for (size_t m = 0; m < part->size(); m += 8) *to++ += sum(load(part->data() + m));
+    double* to = p.d_network + (s * STRANDS + strand) * totals.size();
+    for (size_t m = 0; m < totals.size(); ++m) to[m] += totals[m];
     at_strand.pass(s * STRANDS + strand);
   }
 

@@ -19,55 +19,8 @@
 
 namespace {
 
-constexpr int ROWS = 96, COLUMNS = 128, PANEL = 16, TERMS = 4, AT_ONCE = 4;
+constexpr int ROWS = 96, COLUMNS = 128, TERMS = 4, AT_ONCE = 4;
 constexpr float SMALL = 1.0f / (1 << 25);  // half a unit in the last place of float32
-
-// c[M][16] = or += a b; a is read along its rows (step 1 in k) or, transposed, along its columns.
-template <int M, bool TRANSPOSED>
-inline void panel(const float* a, long lda, const float* b, long ldb, float* c, long ldc, long count, bool add) {
-  v8 left[M], right[M];
-#pragma GCC unroll 6
-  for (int m = 0; m < M; ++m) {
-    left[m] = add ? load(c + m * ldc) : all(0);
-    right[m] = add ? load(c + m * ldc + 8) : all(0);
-  }
-  for (long k = 0; k < count; ++k) {
-    const v8 b0 = load(b), b1 = load(b + 8);
-#pragma GCC unroll 6
-    for (int m = 0; m < M; ++m) {
-      const v8 x = all(TRANSPOSED ? a[m] : a[m * lda]);
-      left[m] += x * b0;
-      right[m] += x * b1;
-    }
-    a += TRANSPOSED ? lda : 1;
-    b += ldb;
-  }
-#pragma GCC unroll 6
-  for (int m = 0; m < M; ++m) {
-    store(c + m * ldc, left[m]);
-    store(c + m * ldc + 8, right[m]);
-  }
-}
-
-// c (rows x columns) = or += a b, columns a multiple of 16. `step` is how far the next panel of b is.
-template <bool TRANSPOSED>
-void product(const float* a, long lda, const float* b, long ldb, long step, float* c, long ldc, long rows, long columns,
-             long count, bool add) {
-  for (long n = 0; n < columns; n += PANEL, b += step) {
-    long m = 0;
-    for (; m + 6 <= rows; m += 6)
-      panel<6, TRANSPOSED>(a + (TRANSPOSED ? m : m * lda), lda, b, ldb, c + m * ldc + n, ldc, count, add);
-    const float* rest = a + (TRANSPOSED ? m : m * lda);
-    float* to = c + m * ldc + n;
-    switch (rows - m) {
-      case 5: panel<5, TRANSPOSED>(rest, lda, b, ldb, to, ldc, count, add); break;
-      case 4: panel<4, TRANSPOSED>(rest, lda, b, ldb, to, ldc, count, add); break;
-      case 3: panel<3, TRANSPOSED>(rest, lda, b, ldb, to, ldc, count, add); break;
-      case 2: panel<2, TRANSPOSED>(rest, lda, b, ldb, to, ldc, count, add); break;
-      case 1: panel<1, TRANSPOSED>(rest, lda, b, ldb, to, ldc, count, add); break;
-    }
-  }
-}
 
 float dot(const float* a, const float* b, long dim) {
   v8 left = all(0), right = all(0);

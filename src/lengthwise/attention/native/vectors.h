@@ -1,4 +1,4 @@
-// Vectors of eight floats, and what both kernels do with them.
+// Vectors of eight floats, and what all kernels do with them.
 
 #pragma once
 
@@ -8,6 +8,7 @@
 #include <cstring>
 #include <limits>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -109,6 +110,94 @@ inline v8 exponential(v8 x) {
   v8 one[1] = {x};
   exponentials(one);
   return one[0];
+}
+
+// tanh(x) to about two units in the last place. (Cephes' polynomial near 0, where the quotient would cancel.)
+template <int N>
+inline void tangents(v8 (&x)[N]) {
+  v8 power[N];
+#pragma GCC unroll 4
+  for (int n = 0; n < N; ++n) {
+    const v8 size = absolute(x[n]);
+    power[n] = pick(size < 10.0f, size + size, all(20));
+  }
+  exponentials(power);
+#pragma GCC unroll 4
+  for (int n = 0; n < N; ++n) {
+    const v8 square = x[n] * x[n];
+    v8 p = all(-5.70498872745e-3f);
+    p = p * square + 2.06390887954e-2f;
+    p = p * square - 5.37397155531e-2f;
+    p = p * square + 1.33314422036e-1f;
+    p = p * square - 3.33332819422e-1f;
+    const v8 small = p * square * x[n] + x[n], large = 1.0f - 2.0f / (power[n] + 1.0f);
+    const v8 with_sign = (v8)((i8)large | ((i8)x[n] & int32_t(0x80000000)));
+    x[n] = pick(x[n] == x[n], pick(absolute(x[n]) < 0.625f, small, with_sign), x[n]);
+  }
+}
+
+constexpr long PANEL = 16;
+#ifdef __AVX512VL__
+constexpr long MOST = 8;  // rows whose two accumulators fit into 32 registers
+#else
+constexpr long MOST = 6;
+#endif
+
+// Call work(M, first) for `count` things in even blocks of M <= MOST, M known to the compiler.
+template <class Work>
+inline void in_blocks(long count, Work work) {
+  long first = 0;
+  for (long left = (count + MOST - 1) / MOST; left > 0; --left) {
+    const long m = (count - first + left - 1) / left;
+    switch (m) {
+      case 8: work(std::integral_constant<int, 8>{}, first); break;
+      case 7: work(std::integral_constant<int, 7>{}, first); break;
+      case 6: work(std::integral_constant<int, 6>{}, first); break;
+      case 5: work(std::integral_constant<int, 5>{}, first); break;
+      case 4: work(std::integral_constant<int, 4>{}, first); break;
+      case 3: work(std::integral_constant<int, 3>{}, first); break;
+      case 2: work(std::integral_constant<int, 2>{}, first); break;
+      case 1: work(std::integral_constant<int, 1>{}, first); break;
+    }
+    first += m;
+  }
+}
+
+// c[M][16] = or += a b; a is read along its rows (step 1 in k) or, transposed, along its columns.
+template <int M, bool TRANSPOSED>
+inline void panel(const float* a, long lda, const float* b, long ldb, float* c, long ldc, long count, bool add) {
+  v8 left[M], right[M];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m) {
+    left[m] = add ? load(c + m * ldc) : all(0);
+    right[m] = add ? load(c + m * ldc + 8) : all(0);
+  }
+  for (long k = 0; k < count; ++k) {
+    const v8 b0 = load(b), b1 = load(b + 8);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      const v8 x = all(TRANSPOSED ? a[m] : a[m * lda]);
+      left[m] += x * b0;
+      right[m] += x * b1;
+    }
+    a += TRANSPOSED ? lda : 1;
+    b += ldb;
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m) {
+    store(c + m * ldc, left[m]);
+    store(c + m * ldc + 8, right[m]);
+  }
+}
+
+// c (rows x columns) = or += a b, columns a multiple of 16; the next panel of b is `step` further on.
+template <bool TRANSPOSED>
+void product(const float* a, long lda, const float* b, long ldb, long step, float* c, long ldc, long rows, long columns,
+             long count, bool add) {
+  for (long n = 0; n < columns; n += PANEL, b += step)
+    in_blocks(rows, [&](auto m, long first) {
+      panel<m.value, TRANSPOSED>(a + (TRANSPOSED ? first : first * lda), lda, b, ldb, c + first * ldc + n, ldc, count, add);
+    });
 }
 
 // Every piece of work once, on so many threads: PyTorch's own where OpenMP is at hand, because those are awake.
