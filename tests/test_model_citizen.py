@@ -354,7 +354,7 @@ def test_the_bias_of_a_model_loaded_in_half_precision_is_that_of_a_fresh_one_to_
 @torch.no_grad()
 def test_a_model_can_be_made_of_a_state_dict_alone(monkeypatch):
     model, ids = loud_model("kerple"), tokens()
-    monkeypatch.setattr("lengthwise.model.loading.PreTrainedConfig", None)
+    monkeypatch.setattr("lengthwise.model.checkpoint_checks.PreTrainedConfig", None)
     loaded = LengthwiseForCausalLM.from_pretrained(None, config=model.config, state_dict=model.state_dict())
     assert torch.equal(loaded(ids).logits, model(ids).logits)
 

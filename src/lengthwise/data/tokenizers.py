@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lengthwise.data.sources import documents
 from lengthwise.files import cache_folder
@@ -49,6 +49,26 @@ def load_tokenizer(name: str, *, source: str | Path = "stdlib", cache: Path | No
         "tokenizer must be 'bytes', 'bpe:' and a size, 'gpt2', or a folder with a saved tokenizer; "
         f"{name!r} came. Take e.g. 'bpe:2048'."
     )
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """The token ids of a text. One that spells out a special token does not become one: it is only text."""
+    ids: list[int] = encode_with_offsets(tokenizer, text, add_special_tokens=add_special_tokens, offsets=False)[0]
+    return ids
+
+
+def encode_with_offsets(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool = False, offsets: bool = True
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """The token ids of a text and where in it each begins and ends, which only fast tokenizers know."""
+    encoded = tokenizer(
+        text,
+        add_special_tokens=add_special_tokens,
+        split_special_tokens=True,
+        return_offsets_mapping=offsets,
+        verbose=False,
+    )
+    return encoded["input_ids"], encoded["offset_mapping"] if offsets else []
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:

@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from lengthwise.data import Split, load_tokenizer
 from lengthwise.encodings import ENCODINGS
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
-from lengthwise.model.loading import refuse_pickles
+from lengthwise.model.checkpoint_checks import refuse_pickles
 from lengthwise.runs import Run
 
 TRAINED_AT = 512

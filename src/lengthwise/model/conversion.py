@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel, PreTrainedModel
 
+from lengthwise.model.checkpoint_checks import refuse_pickles
 from lengthwise.model.configuration import LengthwiseConfig
-from lengthwise.model.loading import refuse_pickles
 from lengthwise.model.modeling import LengthwiseForCausalLM
 
 COPIED = (

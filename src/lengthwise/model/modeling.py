@@ -31,9 +31,9 @@ from lengthwise.encodings import Encoding
 from lengthwise.encodings.registry import build
 from lengthwise.model.attention import NAME, eager_attention, stock_inputs
 from lengthwise.model.cache import remember
+from lengthwise.model.checkpoint_checks import checked_checkpoint, checked_loading
 from lengthwise.model.configuration import LengthwiseConfig
 from lengthwise.model.layout import added_by, make_layout, with_mask
-from lengthwise.model.loading import checked_checkpoint, checked_loading
 from lengthwise.model.losses import head_loss
 from lengthwise.token_layout import TokenLayout
 

@@ -1,0 +1,276 @@
+"""From a name to a model, and to text for it to read: the one place where either is resolved.
+
+    cable                       an encoding: a GPT-2 Small with it, at its initial parameters
+    runs/first                  a run of `lengthwise train`: its final model
+    checkpoints/gpt2            a checkpoint folder of transformers
+    EleutherAI/pythia-70m       a name on the hub
+
+Weights must be in safetensors; a pickle is refused. Code that comes with a checkpoint runs only on request.
+"""
+
+import difflib
+import hashlib
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging
+
+from lengthwise.data import Split, documents, load_tokenizer
+from lengthwise.data.tokenizers import encode
+from lengthwise.encodings import ENCODINGS
+from lengthwise.errors import OptionError, UserError, check_int
+from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
+from lengthwise.model.checkpoint_checks import refuse_pickles
+from lengthwise.runs import Run
+
+INITIAL_LENGTH = 512
+"""The training length that an encoding by name is made for: that of the CABLE paper's figures."""
+
+POOL_DOCUMENTS, POOL_CHARACTERS = 256, 2**24
+"""A random document is drawn from the first so many of a split; a data set of the hub is never read to its end."""
+
+
+class LoadError(UserError, ValueError):
+    """There is no model of that name, or it cannot be read."""
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model, its tokenizer, and where text for it comes from if none is given."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    trained: bool
+    source: str = "stdlib"
+    split: Split = "held-out"
+
+    @property
+    def train_length(self) -> int | None:
+        """The length that the model was trained at, as far as its config says."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+    @property
+    def vocabulary(self) -> str:
+        """The same for tokenizers that are the same; "" without one."""
+        if self.tokenizer is None:
+            return ""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        text = backend.to_str() if backend is not None else repr(sorted(self.tokenizer.get_vocab().items()))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def load_model(
+    source: str | Path,
+    *,
+    name: str | None = None,
+    device: str = "cpu",
+    dtype: torch.dtype | str = "auto",
+    trust_remote_code: bool = False,
+    seed: int = 0,
+) -> LoadedModel:
+    """The model of that name, in evaluation mode; `seed` is for an encoding's initial parameters.
+
+    device  "cpu", "cuda", or "auto" for a GPU if there is one
+    dtype   "auto" is the checkpoint's own
+    """
+    place = resolve_device(device)
+    if str(source) in ENCODINGS:
+        loaded = initial_model(str(source), seed=seed)
+        return LoadedModel(name or loaded.name, loaded.model.to(place), loaded.tokenizer, trained=False)
+    checkpoint = resolve_checkpoint(source)
+    with _progress_bars_on_terminals_only():
+        model, tokenizer = _from_pretrained(checkpoint, dtype, trust_remote_code=trust_remote_code)
+    model = model.to(place).eval()
+    if not Run.is_run(source):
+        return LoadedModel(name or Path(source).resolve().name, model, tokenizer, trained=True)
+    run = Run(source)
+    # Data that was named as held out is so as a whole; else it is the part of the data that was kept back.
+    other, data = run.config.get("held_out"), run.config.get("data", "stdlib")
+    split: Split = "all" if other else "held-out"
+    return LoadedModel(name or run.name, model, tokenizer, trained=True, source=other or data, split=split)
+
+
+def initial_model(
+    encoding: str, options: Mapping[str, Any] | None = None, *, preset: str = "small", seed: int = 0
+) -> LoadedModel:
+    """A model that was not trained, reading bytes; the same for the same seed."""
+    tokenizer = load_tokenizer("bytes")
+    config = LengthwiseConfig.preset(
+        preset,
+        encoding=encoding,
+        encoding_options=dict(options or {}),
+        n_positions=INITIAL_LENGTH,
+        vocab_size=len(tokenizer),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LengthwiseForCausalLM(config).eval()
+    return LoadedModel(f"GPT-2 {preset.capitalize()} at its initial parameters", model, tokenizer, trained=False)
+
+
+def resolve_checkpoint(source: str | Path) -> str:
+    """The folder of a run's final model, a checkpoint folder, or a name on the hub."""
+    folder = Path(source)
+    if Run.is_run(folder):
+        return str(Run(folder).final)
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise LoadError(f"{_EXPECTED}, got {str(source)!r}, which has neither config.yaml nor config.json")
+    close = difflib.get_close_matches(str(source), ENCODINGS, n=1, cutoff=0.75)
+    if close and not folder.exists():
+        # Before the hub is asked, which takes long where there is no network.
+        raise LoadError(f"{_EXPECTED}, got {str(source)!r}; did you mean {close[0]!r}?")
+    return str(source)
+
+
+def resolve_device(device: str) -> torch.device:
+    """A device by name; "auto" is a GPU if there is one."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise LoadError(
+            f"device must be 'auto' or one that torch knows, got {device!r}: {_first_line(error)}"
+        ) from None
+
+
+_EXPECTED = "expected an encoding, a run, a checkpoint folder or a name on the hub"
+
+
+def _from_pretrained(
+    checkpoint: str, dtype: torch.dtype | str, *, trust_remote_code: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    refuse_pickles(checkpoint)
+    try:
+        config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+        model = _class_for(config).from_pretrained(
+            checkpoint, config=config, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True
+        )
+        return model, _tokenizer(checkpoint, trust_remote_code=trust_remote_code)
+    except OptionError as error:
+        raise OptionError(f"{checkpoint!r} cannot be loaded: {error}") from error
+    except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            raise LoadError(
+                f"{checkpoint} brings code of its own, which could do anything; if you trust it, pass "
+                "--trust-remote-code"
+            ) from None
+        raise LoadError(f"{_EXPECTED}, got {checkpoint!r}, which cannot be loaded: {_first_line(error)}") from error
+
+
+def _class_for(config: Any) -> Any:
+    """The class that loads a checkpoint with the head that it was trained with, if it has a head for text."""
+    if config.is_encoder_decoder:
+        return AutoModelForSeq2SeqLM
+    remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    return AutoModelForCausalLM if remote or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
+
+
+def _tokenizer(checkpoint: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+    folder = Path(checkpoint)
+    if folder.is_dir() and not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
+        return None
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+    return tokenizer
+
+
+@contextmanager
+def _progress_bars_on_terminals_only() -> Iterator[None]:
+    """transformers draws its progress bars into log files too."""
+    hide = logging.is_progress_bar_enabled() and not sys.stderr.isatty()
+    if hide:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hide:
+            logging.enable_progress_bar()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSample:
+    """Sequences for a model to read; `tokens` are those of the first, `description` says where they come from."""
+
+    ids: Int[Tensor, "batch position"]
+    tokens: tuple[str, ...]
+    description: str
+
+
+def sample_tokens(
+    loaded: LoadedModel, *, length: int | None, text: str | None = None, seed: int = 0, count: int = 1
+) -> TokenSample:
+    """`count` sequences of one length, the first of them the text if there is one, which has a length of its own.
+
+    Each of the others is a random place in a random document, running on into others until it is long enough. A model
+    without a tokenizer reads random tokens.
+    """
+    if length is not None or text is None:
+        check_int("length", length)
+    generator = torch.Generator().manual_seed(seed)
+    tokenizer = loaded.tokenizer
+    if tokenizer is None:
+        if text is not None:
+            raise ValueError(
+                f"a text needs a tokenizer, and {loaded.name} has none; leave out --text for random tokens"
+            )
+        size = loaded.model.config.get_text_config().vocab_size
+        ids = torch.randint(size, (count, int(length or 0)), generator=generator)
+        return TokenSample(ids, tuple(map(str, ids[0].tolist())), f"random tokens (there is no tokenizer), seed {seed}")
+    rows, description = [], f"held-out text of {loaded.source}, seed {seed}"
+    if text is not None:
+        rows, description = [encode(tokenizer, text)[:length]], "the given text"
+        if not rows[0]:
+            raise ValueError(f"the text must have at least one token, got {text!r}")
+    if len(rows) < count:
+        pool = _pool(loaded)
+        size = len(rows[0]) if rows else int(length or 0)
+        rows += [_random_row(pool, tokenizer, size, generator) for _ in range(count - len(rows))]
+    return TokenSample(torch.tensor(rows), tuple(tokenizer.convert_ids_to_tokens(rows[0])), description)
+
+
+def _pool(loaded: LoadedModel) -> list[str]:
+    """The first documents of the model's held-out text."""
+    pool: list[str] = []
+    characters = 0
+    for document in documents(loaded.source, loaded.split):
+        pool.append(document)
+        characters += len(document)
+        if len(pool) == POOL_DOCUMENTS or characters > POOL_CHARACTERS:
+            break
+    if not pool:
+        raise ValueError(f"the {loaded.split} split of {loaded.source!r} must have text, got none")
+    return pool
+
+
+def _random_row(
+    pool: list[str], tokenizer: PreTrainedTokenizerBase, length: int, generator: torch.Generator
+) -> list[int]:
+    row: list[int] = []
+    while len(row) < length:
+        document = pool[int(torch.randint(len(pool), (), generator=generator))]
+        # A token is at least one character, so from here on there is enough text wherever the document has it.
+        start = int(torch.randint(max(1, len(document) - 8 * length), (), generator=generator))
+        row += encode(tokenizer, document[start : start + 32 * length])
+    return row[:length]
