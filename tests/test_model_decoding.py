@@ -70,7 +70,7 @@ def test_packed_documents_get_the_logits_that_they_get_alone(case):
     assert_near(model(ids, position_ids=positions).logits, alone, f"{case}, one pass")
     assert_near(model(ids, position_ids=positions[:1], use_cache=False).logits, alone, f"{case}, one row of positions")
     if case == "rope-dynamic":
-        return
+        pytest.skip("its angles depend on the length of the whole row, so keys that are cached early differ")
     for chunks in ([LENGTH], [10, 1, 10, 1, 7], [20] + [1] * 9, [13, 16]):
         cache = make_cache("static" if len(chunks) == 5 else "dynamic", model)
         assert_near(by_chunks(model, ids, chunks, cache, position_ids=positions), alone, f"{case}, {chunks}")
@@ -100,8 +100,6 @@ def test_the_last_token_changes_no_earlier_logits(case):
     model, ids = loud_model(case), tokens()
     changed = ids.clone()
     changed[:, -1] = (changed[:, -1] + 1) % 50
-    if case == "rope-dynamic":
-        return
     assert torch.equal(model(ids).logits[:, :-1], model(changed).logits[:, :-1])
 
 

@@ -1,5 +1,6 @@
 """An exported folder loads and runs in a process that has no Lengthwise."""
 
+import ast
 import json
 import subprocess
 import sys
@@ -8,9 +9,18 @@ import pytest
 import torch
 from model_kit import CASES, loud_model, tokens
 
+import lengthwise as lw
 from lengthwise.cli import main
 from lengthwise.model import LengthwiseConfig
-from lengthwise.model.export import code, export
+from lengthwise.model.export import (
+    FOOTER,
+    ExportError,
+    check_exportable,
+    export,
+    exported_modules,
+    flat_files,
+    flat_name,
+)
 
 ELSEWHERE = """
 import sys
@@ -65,18 +75,41 @@ def test_every_exported_encoding_loads_where_lengthwise_is_not_installed(tmp_pat
     assert_loads_elsewhere(CASES, tmp_path)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_exported_code_is_flat_and_has_one_encoding_and_two_backends(case):
-    name, options = CASES[case]
-    files = code(LengthwiseConfig(encoding=name, encoding_options=options))
-    assert {"modeling_lengthwise", "configuration_lengthwise", "encodings", "attention_sdpa"} <= files.keys()
-    for file, text in files.items():
-        compile(text, file, "exec")
-        assert "from lengthwise" not in text
-        assert "jaxtyping" not in text.replace("need jaxtyping", "")
-    assert ("encodings_cable" in files) == ("cable" in (name, options.get("over")))
-    backends = {file.removeprefix("attention_") for file in files} & {"flex", "reference", "row_block", "sdpa"}
-    assert backends == {"reference", "sdpa"}
+def test_exported_files_are_ours_byte_for_byte_but_for_the_lines_that_import_our_own_modules():
+    files, modules = flat_files(), exported_modules()
+    for module, path in modules.items():
+        text = files.pop(f"{flat_name(module)}.py").partition(FOOTER)[0]
+        compile(text, path.name, "exec")
+        ours = path.read_text().splitlines()
+        theirs = text.splitlines()
+        assert len(ours) == len(theirs)
+        for line, copied in zip(ours, theirs, strict=True):
+            assert line == copied or line.lstrip().startswith(("from lengthwise.", "from jaxtyping "))
+    assert set(files) == {"shapes.py"}
+
+
+def test_exported_files_import_nothing_but_one_another_and_what_every_model_of_transformers_has():
+    names = {name.removesuffix(".py") for name in flat_files()}
+    for text in flat_files().values():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                assert {node.module} <= names if node.module else {alias.name for alias in node.names} <= names
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                roots = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+                tops = {str(root).partition(".")[0] for root in roots}
+                assert tops <= {*sys.stdlib_module_names, "torch", "numpy", "transformers", "huggingface_hub"}
+
+
+def test_an_encoding_of_somebody_else_cannot_be_exported():
+    class Stranger(lw.Encoding):
+        paper, kind = "unpublished", None
+
+    lw.register("stranger", Stranger)
+    try:
+        with pytest.raises(ExportError, match="'stranger'"):
+            check_exportable(LengthwiseConfig(encoding="stranger"))
+    finally:
+        del lw.ENCODINGS["stranger"]
 
 
 def test_the_command_exports_the_only_checkpoint_of_a_run(tmp_path, capsys):
@@ -89,7 +122,7 @@ def test_the_command_exports_the_only_checkpoint_of_a_run(tmp_path, capsys):
     assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_lengthwise.LengthwiseForCausalLM"
     assert (tmp_path / "out" / "tokenizer.json").is_file()
     with pytest.raises(FileExistsError, match="new or empty"):
-        export(tmp_path / "run", tmp_path / "out")
+        main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")])
     model.save_pretrained(tmp_path / "run" / "checkpoints" / "first")
     with pytest.raises(FileNotFoundError, match=r"first.*last"):
-        export(tmp_path / "run", tmp_path / "other")
+        main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "other")])

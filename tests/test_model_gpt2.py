@@ -38,7 +38,7 @@ def test_learned_positions_with_gpt2_weights_give_gpt2_logits(gpt2, tmp_path):
 def test_any_encoding_can_start_from_gpt2_and_keeps_all_other_weights(gpt2, case):
     name, options = CASES[case]
     if case == "learned-long":
-        return
+        pytest.skip("GPT-2's own table has another length")
     model = convert_gpt2(gpt2, encoding=name, encoding_options=options)
     assert model.config.encoding == name
     ours, theirs = model.state_dict(), gpt2.state_dict()

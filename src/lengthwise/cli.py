@@ -89,9 +89,11 @@ def info() -> str:
 
 def export(source: str, out: str) -> str:
     """A flat folder with weights and code."""
+    from lengthwise.loading import resolve_checkpoint
     from lengthwise.model.export import export
 
-    return f"{export(source, out)} loads with AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)"
+    folder = export(resolve_checkpoint(source), out)
+    return f"{folder} loads with AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)"
 
 
 def train_parser() -> ArgumentParser:

@@ -43,6 +43,8 @@ from lengthwise.runs import Run
 INITIAL_LENGTH = 512
 """The training length that an encoding by name is made for: that of the CABLE paper's figures."""
 
+_EXPECTED = "expected an encoding, a run, a checkpoint folder or a name on the hub"
+
 POOL_DOCUMENTS, POOL_CHARACTERS = 256, 2**24
 """A random document is drawn from the first so many of a split; a data set of the hub is never read to its end."""
 
@@ -127,17 +129,27 @@ def initial_model(
 
 
 def resolve_checkpoint(source: str | Path) -> str:
-    """The folder of a run's final model, a checkpoint folder, or a name on the hub."""
+    """The folder of a run's final model, a checkpoint folder or the only one in a folder, or a name on the hub."""
     folder = Path(source)
     if Run.is_run(folder):
         return str(Run(folder).final)
     if folder.exists() and not (folder / "config.json").is_file():
-        raise LoadError(f"{_EXPECTED}, got {str(source)!r}, which has neither config.yaml nor config.json")
+        return str(_only_checkpoint(folder))
     close = difflib.get_close_matches(str(source), ENCODINGS, n=1, cutoff=0.75)
     if close and not folder.exists():
         # Before the hub is asked, which takes long where there is no network.
         raise LoadError(f"{_EXPECTED}, got {str(source)!r}; did you mean {close[0]!r}?")
     return str(source)
+
+
+def _only_checkpoint(folder: Path) -> Path:
+    """The one checkpoint somewhere in a folder, as a trainer leaves it."""
+    weights = folder.rglob("*.safetensors") if folder.is_dir() else ()
+    checkpoints = sorted({path.parent for path in weights if (path.parent / "config.json").is_file()})
+    if len(checkpoints) != 1:
+        got = f"which has several: {', '.join(map(str, checkpoints))}" if checkpoints else "which has none"
+        raise LoadError(f"{_EXPECTED}, got {str(folder)!r}, {got}")
+    return checkpoints[0]
 
 
 def resolve_device(device: str) -> torch.device:
@@ -150,9 +162,6 @@ def resolve_device(device: str) -> torch.device:
         raise LoadError(
             f"device must be 'auto' or one that torch knows, got {device!r}: {_first_line(error)}"
         ) from None
-
-
-_EXPECTED = "expected an encoding, a run, a checkpoint folder or a name on the hub"
 
 
 def _from_pretrained(

@@ -18,7 +18,8 @@ from lengthwise.bias import Bias, at_least_float32
 from lengthwise.rescore import Rescore
 from lengthwise.token_layout import TokenLayout
 
-NAME = "lengthwise"
+# Attention functions are known to all of transformers by name, so a copy in an exported model has its own.
+NAME = "lengthwise" if __name__.startswith("lengthwise.") else __name__
 
 Output = tuple[Float[Tensor, "batch query head dim"], Tensor | None]
 """The output with heads third, and the weights or None."""

@@ -1,165 +1,138 @@
 """A checkpoint with the code that it needs, in one flat folder, which loads where Lengthwise is not installed.
 
-AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
-transformers fetches a folder's Python files by their `from .x import` lines and knows no packages. So the modules that
-the model needs are found by their imports and copied with those lines rewritten, the reference and sdpa backends and
-the one encoding only; shapes in annotations, which need jaxtyping, become plain tensors.
+transformers fetches a folder's Python files by their `from .x import` lines and knows no packages. So our files are
+copied under flat names, and in each of them the lines that import our own modules are changed, and nothing else:
+
+    from lengthwise.attention.plan import Plan      from .attention_plan import Plan
+    from lengthwise.attention import memory         from . import attention_memory as memory
+    from jaxtyping import Float                     from .shapes import Float
+
+Nothing is left out but the C++ kernel, so an exported model computes what ours does, by the backends in torch.
 """
 
-import ast
 import json
+import re
 import shutil
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from lengthwise.encodings import ENCODINGS
+from lengthwise.errors import UserError
 from lengthwise.model.configuration import LengthwiseConfig
 from lengthwise.model.modeling import LengthwiseForCausalLM
 
-SHAPED = {"Float", "Int", "Bool"}
-FILES = {
-    "lengthwise.model.configuration": "configuration_lengthwise",
-    "lengthwise.model.modeling": "modeling_lengthwise",
-}
-"""File names that transformers knows; every other module is called by its path, joined."""
+PACKAGE = Path(__file__).parents[1]
+FILES = (
+    *("errors.py", "files.py", "token_layout.py", "bias.py", "rescore.py"),
+    *("encodings/**/*.py", "attention/**/*.py"),
+    *(f"model/{name}.py" for name in ("attention", "cache", "checkpoint_checks", "configuration", "layout", "losses")),
+    "model/modeling.py",
+)
+"""What is copied, as patterns; a test holds them to what the model really imports."""
+
+NOT_COPIED = ("encodings/table.py", "attention/info.py")
+"""Commands of ours that no model needs."""
+
+KNOWN = {"model.configuration": "configuration_lengthwise", "model.modeling": "modeling_lengthwise"}
+"""File names that transformers expects; every other module has its path, joined."""
 
 AUTO_MAP = {
     "AutoConfig": "configuration_lengthwise.LengthwiseConfig",
     "AutoModel": "modeling_lengthwise.LengthwiseModel",
     "AutoModelForCausalLM": "modeling_lengthwise.LengthwiseForCausalLM",
 }
-BACKENDS = ("reference", "sdpa")
-PREFERENCE = '''def preference(call: AttentionCall) -> tuple[str, ...]:
-    """The order in which "auto" asks the backends."""
-    return ("sdpa", "reference")'''
-"""The choice among the backends that come along, in place of the one among all."""
+SHAPES = '''"""In the place of jaxtyping, which need not be installed: Float[Tensor, "batch position"] is Tensor."""
+
+
+class Shaped:
+    """The type in front of a shape."""
+
+    def __class_getitem__(cls, item):
+        """Leave out the shape."""
+        return item[0]
+
+
+Float = Int = Bool = Shaped
+'''
+FOOTER = "\n# transformers fetches the files that are named in lines such as these.\n"
+OWN_IMPORT = re.compile(r"^( *)from lengthwise\.([\w.]+) import (.+)$", re.MULTILINE)
+SHAPE_IMPORT = re.compile(r"^from jaxtyping import ", re.MULTILINE)
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
 
 
-def export(source: str | Path, out: str | Path) -> Path:
-    """Write the checkpoint `source`, or the only one under it, to the new folder `out`, with its code."""
+class ExportError(UserError, ValueError):
+    """A checkpoint that cannot be exported."""
+
+
+def export(checkpoint: str | Path, out: str | Path) -> Path:
+    """Write a checkpoint, a folder or a name on the hub, to the new folder `out`, with its code."""
     out = Path(out)
     if out.exists() and any(out.iterdir()):
-        raise FileExistsError(f"{out} must be new or empty; it has files. Choose another folder.")
-    folder = _checkpoint(source)
-    model = LengthwiseForCausalLM.from_pretrained(folder)
+        raise FileExistsError(f"{out} must be new or empty, got a folder with files")
+    model = LengthwiseForCausalLM.from_pretrained(checkpoint)
+    check_exportable(model.config)
     model.save_pretrained(out)
     for name in TOKENIZER:
-        if (Path(folder) / name).is_file():
-            shutil.copy(Path(folder) / name, out / name)
+        if (Path(checkpoint) / name).is_file():
+            shutil.copy(Path(checkpoint) / name, out / name)
     config = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps(config | {"auto_map": AUTO_MAP}, indent=2, sort_keys=True) + "\n")
-    for name, text in code(model.config).items():
-        (out / f"{name}.py").write_text(text)
+    for name, text in flat_files().items():
+        (out / name).write_text(text)
     return out
 
 
-def code(config: LengthwiseConfig) -> dict[str, str]:
-    """The text of every file that a model with this config needs, by name."""
-    options = config.encoding_options or {}
-    names = [config.encoding, *([str(options.get("over", "kerple"))] if config.rescores else [])]
-    encodings = {ENCODINGS[name].__name__ for name in names if name in ENCODINGS}
-    strangers = [name for name in names if not ENCODINGS[name].__module__.startswith("lengthwise.encodings.")]
-    if strangers:
-        raise ValueError(
-            f"only encodings of Lengthwise itself can be exported; {strangers[0]!r} is registered from "
-            f"{ENCODINGS[strangers[0]].__module__!r}. Copy its file into the exported folder by hand."
-        )
-    waiting, found = ["lengthwise.model.modeling"], dict[str, str]()
-    while waiting:
-        module = waiting.pop()
-        if _file(module) not in found:
-            found[_file(module)], needed = _flatten(module, {*encodings, *BACKENDS})
-            waiting += needed
-    return found
-
-
-def _flatten(module: str, kept: set[str]) -> tuple[str, list[str]]:
-    """A module's text for the flat folder, and the modules that it needs."""
-    spec = find_spec(module)
-    file = Path(str(spec and spec.origin))
-    text, is_room = file.read_text(), file.name == "__init__.py"
-    edits: list[tuple[ast.AST, str]] = []
-    needed: list[str] = []
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom) and node.module == "jaxtyping":
-            edits.append((node, ""))
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lengthwise"):
-            line, modules = _rewritten(node, is_room, kept)
-            edits.append((node, line))
-            needed += modules
-        elif isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id in SHAPED:
-            edits.append((node, "Tensor"))
-        elif is_room and isinstance(node, ast.Dict):
-            chosen = [
-                f"{ast.unparse(key)}: {value.id}"
-                for key, value in zip(node.keys, node.values, strict=True)
-                if key is not None and isinstance(value, ast.Name) and value.id in kept
-            ]
-            edits.append((node, "{" + ", ".join(chosen) + "}"))
-        elif is_room and isinstance(node, ast.FunctionDef) and node.name == "preference":
-            edits.append((node, PREFERENCE))
-        elif isinstance(node, ast.Assign) and ast.unparse(node) == "NAME = 'lengthwise'":
-            # Attention functions are known to all of transformers by name, and another copy's would not fit.
-            edits.append((node, "NAME = __name__"))
-    return _edited(text, edits), needed
-
-
-def _rewritten(node: ast.ImportFrom, is_room: bool, kept: set[str]) -> tuple[str, list[str]]:
-    """An import of ours as one of a sibling, and the modules it stands for; nothing for what is not kept."""
-    assert node.module is not None
-    names = [alias.name for alias in node.names]
-    inner = [name for name in names if find_spec(f"{node.module}.{name}") is not None] if _is_room(node.module) else []
-    if inner:
-        modules = [f"{node.module}.{name}" for name in inner if name in kept or not is_room]
-        lines = ["import sys"]
-        for module in modules:
-            name = module.rpartition(".")[2]
-            lines += [f"from .{_file(module)} import __name__ as {name}", f"{name} = sys.modules[{name}]"]
-        return "\n".join(lines), modules
-    encodings = {encoding.__name__ for encoding in ENCODINGS.values()}
-    if is_room and encodings.intersection(names):
-        names = [name for name in names if name in kept]
-        if not names:
-            return "", []
-    return f"from .{_file(node.module)} import {', '.join(names)}", [node.module]
-
-
-def _is_room(module: str) -> bool:
-    spec = find_spec(module)
-    return spec is not None and spec.submodule_search_locations is not None
-
-
-def _file(module: str) -> str:
-    return FILES.get(module, module.removeprefix("lengthwise.").replace(".", "_"))
-
-
-def _edited(text: str, edits: list[tuple[Any, str]]) -> str:
-    """The text with nodes replaced, the last one first, so that places before it stay what they are."""
-    lines = text.splitlines(keepends=True)
-    starts = [0]
-    for line in lines:
-        starts.append(starts[-1] + len(line.encode()))
-    raw = text.encode()
-    spots = [
-        (starts[n.lineno - 1] + n.col_offset, starts[n.end_lineno - 1] + n.end_col_offset, new) for n, new in edits
+def check_exportable(config: LengthwiseConfig) -> None:
+    """An error for encodings that were registered from elsewhere, whose files are not among ours."""
+    names = [
+        config.encoding,
+        *([str((config.encoding_options or {}).get("over", "kerple"))] if config.rescores else []),
     ]
-    for first, stop, new in sorted(spots, reverse=True):
-        raw = raw[:first] + new.encode() + raw[stop:]
-    return raw.decode()
+    for name in names:
+        module = ENCODINGS[name].__module__
+        if not module.startswith("lengthwise.encodings."):
+            raise ExportError(f"only encodings of Lengthwise itself can be exported, got {name!r} of {module!r}")
 
 
-def _checkpoint(source: str | Path) -> str | Path:
-    """The folder itself, or the only checkpoint under it; a name that is no folder is left to the hub."""
-    folder = Path(source)
-    if not folder.is_dir() or (folder / "config.json").is_file():
-        return source
-    under = sorted(
-        {path.parent for path in folder.rglob("model*.safetensors") if (path.parent / "config.json").is_file()}
+def flat_files() -> dict[str, str]:
+    """The text of every exported Python file, by its name."""
+    modules = exported_modules()
+    texts = {flat_name(module) + ".py": flatten(path.read_text(), modules) for module, path in modules.items()}
+    texts["modeling_lengthwise.py"] += FOOTER + "".join(
+        f"from .{flat_name(module)} import __name__ as _  # noqa: E402, F401\n" for module in modules
     )
-    if len(under) != 1:
-        came = ", ".join(map(str, under)) or "none"
-        raise FileNotFoundError(f"{folder} must be a checkpoint or hold exactly one; there are: {came}. Name one.")
-    return under[0]
+    return texts | {"shapes.py": SHAPES}
+
+
+def exported_modules() -> dict[str, Path]:
+    """The files of FILES by the names of their modules, without "lengthwise."."""
+    paths = sorted({path for pattern in FILES for path in PACKAGE.glob(pattern)})
+    names = {path: path.relative_to(PACKAGE).as_posix() for path in paths}
+    return {
+        name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path
+        for path, name in names.items()
+        if name not in NOT_COPIED
+    }
+
+
+def flat_name(module: str) -> str:
+    """
+    >>> flat_name("attention.row_block.tiles"), flat_name("model.modeling")
+    ('attention_row_block_tiles', 'modeling_lengthwise')
+    """
+    return KNOWN.get(module, module.replace(".", "_"))
+
+
+def flatten(text: str, modules: dict[str, Path]) -> str:
+    """A file's text with its imports of our own modules changed."""
+
+    def changed(line: re.Match[str]) -> str:
+        indent, module, names = line.groups()
+        parts = names.split(", ")
+        if all(f"{module}.{part}" in modules for part in parts):
+            aliases = ", ".join(f"{flat_name(f'{module}.{part}')} as {part}" for part in parts)
+            return f"{indent}from . import {aliases}"
+        return f"{indent}from .{flat_name(module)} import {names}"
+
+    return SHAPE_IMPORT.sub("from .shapes import ", OWN_IMPORT.sub(changed, text))

@@ -47,6 +47,8 @@ def fault() -> str | None:
 @cache
 def library() -> ctypes.CDLL:
     """The compiled kernel; an OSError if this machine cannot have one."""
+    if not SOURCES:
+        raise OSError("its C++ files are not here, as in an exported model")
     compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
     if compiler is None:
         raise OSError("there is no C++ compiler (c++, g++ or clang++) on the path")

@@ -7,6 +7,7 @@ refused.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
@@ -20,6 +21,9 @@ from lengthwise.attention.skipping import is_skipping
 from lengthwise.attention.visibility import Visibility
 from lengthwise.bias import at_least_float32, rebuild, registered_name
 from lengthwise.token_layout import Band, TokenLayout
+
+# Operators are known to all of torch by name, so the copy of this file in an exported model has a name of its own.
+NAMESPACE = "lengthwise" if __name__.startswith("lengthwise.") else re.sub(r"\W", "_", __name__)
 
 LAYOUT = ("query_documents", "key_documents", "key_mask", "mask", "query_index", "key_index")
 """What of a layout masks; positions are a bias's own business."""
@@ -134,7 +138,7 @@ def _from_text(text: str, tensors: list[Tensor], numbers: list[int]) -> Parts:
     return Parts(by_name, dict(zip(names["ints"], numbers, strict=True)), names["plain"])
 
 
-@torch.library.custom_op("lengthwise::row_block", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::row_block", mutates_args=())
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -156,7 +160,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(*q.shape[:3], v.shape[3], dtype=dtype), q.new_empty(q.shape[:3], dtype=dtype)
 
 
-@torch.library.custom_op("lengthwise::row_block_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::row_block_backward", mutates_args=())
 def _backward(
     d_out: Tensor,
     d_lse: Tensor,

@@ -1,0 +1,54 @@
+"""Losses of short trainings, kept in the repository: a change of the recipe, the data or the model's numbers shows.
+
+`python tests/test_golden_losses.py` writes them anew; say in the commit why they changed.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from lengthwise.train import TrainConfig, train
+
+GOLDEN = Path(__file__).with_name("golden_losses.json")
+ENCODINGS = ("cable", "t5-clamped", "rope")
+STEPS = 20
+TOLERANCE = 1e-4
+"""Relative. Processors sum in different orders, 1e-7 apart, and twenty steps at a rate of 3e-3 let that grow."""
+
+
+def losses(encoding: str, folder: Path) -> list[float]:
+    """Of every step of preset nano on a text of our own: the standard library's differs from Python to Python."""
+    text = folder / "corpus"
+    text.mkdir(parents=True)
+    for number in range(60):
+        words = [f"{(number * k * k + 7 * k) % 97} by {(number + k) % 13}" for k in range(200)]
+        (text / f"{number:02}.txt").write_text("; ".join(words) + "\n")
+    config = TrainConfig(
+        out=str(folder / "run"),
+        encoding=encoding,
+        data=str(text),
+        tokenizer="bytes",
+        steps=STEPS,
+        warmup=5,
+        evaluate_every=STEPS,
+        evaluate_tokens=512,
+        device="cpu",
+    )
+    return [line["loss"] for line in train(config).metrics]
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_the_losses_of_twenty_steps_are_those_in_the_repository(encoding, tmp_path, monkeypatch):
+    monkeypatch.setenv("LENGTHWISE_DATA", str(tmp_path / "cache"))
+    golden = json.loads(GOLDEN.read_text())[encoding]
+    assert losses(encoding, tmp_path) == pytest.approx(golden, rel=TOLERANCE)
+    assert len(golden) == STEPS
+    assert golden[-1] < 0.8 * golden[0]
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        kept = {name: losses(name, Path(folder) / name) for name in ENCODINGS}
+    GOLDEN.write_text(json.dumps(kept, indent=1) + "\n")
