@@ -81,7 +81,8 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name in _HOMES:
-        return getattr(import_module(f"lengthwise.{_HOMES[name]}"), name)
+        value = globals()[name] = getattr(import_module(f"lengthwise.{_HOMES[name]}"), name)
+        return value
     raise AttributeError(f"module 'lengthwise' has no attribute {name!r}")
 
 

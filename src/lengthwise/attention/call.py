@@ -304,15 +304,14 @@ def _checked_sink(sink: object, wanted: tuple[int, int, int]) -> Tensor:
     batch, heads, queries = wanted
     if not isinstance(sink, Tensor) or not sink.is_floating_point():
         raise TypeError(f"sink must be a floating-point tensor, got {describe(sink)}")
-    shape = tuple(sink.shape)
-    fits = shape == (heads,) or (
-        len(shape) == 3 and shape[0] in (1, batch) and shape[1] == heads and shape[2] in (1, queries)
-    )
-    if not fits:
+    shape = sink.shape
+    if len(shape) == 1 and shape[0] == heads:
+        return sink.view(1, heads, 1)
+    if len(shape) != 3 or shape[0] not in (1, batch) or shape[1] != heads or shape[2] not in (1, queries):
         raise ValueError(
-            f"sink must be ({heads},), one logit per head, or (batch or 1, {heads}, query or 1), got {shape}"
+            f"sink must be ({heads},), one logit per head, or (batch or 1, {heads}, query or 1), got {tuple(shape)}"
         )
-    return sink.view(1, heads, 1) if len(shape) == 1 else sink
+    return sink
 
 
 def _tensor(name: str, x: Tensor, axis: str) -> str:

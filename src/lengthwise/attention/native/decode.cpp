@@ -16,6 +16,7 @@
 #include <immintrin.h>
 #endif
 
+#include "softcap.h"
 #include "vectors.h"
 
 // What Python hands over, number by number; decode.py packs the same in the same order: the call, then the terms of its
@@ -354,6 +355,13 @@ const T* start_of(const Array<void, 3>& x, long batch, long head) {
   return static_cast<const T*>(x.data) + batch * x.strides[0] + head * x.strides[1];
 }
 
+// 0, or NaN if a score of a whole block is not finite: infinity times 0 is NaN, which equals nothing.
+float zero_if_finite(const float* scores) {
+  v8 zero = all(0);
+  for (long j = 0; j < BLOCK; j += 8) zero += load(scores + j) * 0.0f;
+  return sum(zero);
+}
+
 template <class T>
 void visit(const Decode& p, long batch, long kv, long from, long to, long end, std::vector<Row>& rows) {
   const T *k = start_of<T>(p.k, batch, kv), *v = start_of<T>(p.v, batch, kv);
@@ -368,7 +376,7 @@ void visit(const Decode& p, long batch, long kv, long from, long to, long end, s
   }
   std::vector<Added> bias;
   for (long term = 0; term < p.term_count; ++term) bias.emplace_back(p, p.terms()[term], batch, kv, end);
-  const float cap = float(p.softcap), per_cap = float(1 / p.softcap);
+  const Softcap softcap{float(p.softcap)};
   alignas(32) float scores[BLOCK] = {};
   long seen[BLOCK];
   for (long column = from + (to - from - 1) / BLOCK * BLOCK; column >= from; column -= BLOCK) {
@@ -379,28 +387,32 @@ void visit(const Decode& p, long batch, long kv, long from, long to, long end, s
       const long few = look(p, batch, n % p.queries, column, count, seen);
       if (few == 0) continue;
       for (long j = 0; j < count; j += 8) dots(&q[n * p.dim], keys + j * k_step, k_step, p.dim, count - j, scores + j);
+      const bool whole = few == BLOCK;  // then nothing moves, and eight keys are looked at together
       float check = 0, peak = row.most;
       if (p.softcap != 0) {  // which would make an infinity finite
-        for (long j = 0; j < few; ++j) check += scores[seen[j]] * 0.0f;
-        for (long j = 0; j < count; j += 8 * AT_ONCE) {
-          v8 x[AT_ONCE];
-#pragma GCC unroll 4
-          for (int n = 0; n < AT_ONCE; ++n) x[n] = load(scores + j + 8 * n) * per_cap;
-          tangents(x);
-#pragma GCC unroll 4
-          for (int n = 0; n < AT_ONCE; ++n) store(scores + j + 8 * n, cap * x[n]);
-        }
+        check = whole ? zero_if_finite(scores) : 0;
+        for (long j = 0; j < few && !whole; ++j) check += scores[seen[j]] * 0.0f;
+        softcap.apply(scores, (count + 7) / 8 * 8, INF, [&](const auto& content) {
+          for (long j = 0; j < count; j += 8) store(scores + j, content(load(scores + j)));
+        });
       }
       for (Added& term : bias) term.to(scores, n, column, count);
       if (p.logit_scale)
         for (long j = 0; j < count; ++j) scores[j] *= factors[n];
-      for (long j = 0; j < few; ++j) {
-        scores[j] = scores[seen[j]];
-        check += scores[j] * 0.0f;
-        peak = std::max(peak, scores[j]);
+      if (whole) {
+        v8 top = all(peak);
+        for (long j = 0; j < BLOCK; j += 8) top = pick(load(scores + j) > top, load(scores + j), top);
+        peak = largest(top);
+        check += zero_if_finite(scores);
+      } else {
+        for (long j = 0; j < few; ++j) {
+          scores[j] = scores[seen[j]];
+          check += scores[j] * 0.0f;
+          peak = std::max(peak, scores[j]);
+        }
+        std::fill(scores + few, scores + BLOCK, -INF);
       }
-      row.finite &= check == 0;  // infinity times 0 is NaN, which equals nothing
-      std::fill(scores + few, scores + BLOCK, -INF);
+      row.finite &= check == 0;
       const float shift = peak == -INF ? 0 : peak;
       v8 added = all(0);
       for (long j = 0; j < few; j += 8 * AT_ONCE) {

@@ -163,5 +163,7 @@ def _as_float32(x: Tensor, held: Held) -> Tensor:
 
 def _array(x: Tensor, axes: int) -> Numbers:
     """The address and the strides of the first axes, 0 where there is one for all."""
-    strides = [0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
-    return (x.data_ptr(), *strides[:axes])
+    strides = x.stride()[:axes]
+    if 1 in x.shape:
+        strides = tuple([0 if size == 1 else stride for size, stride in zip(x.shape, strides, strict=False)])
+    return (x.data_ptr(), *strides)

@@ -15,6 +15,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "softcap.h"
 #include "vectors.h"
 
 namespace {
@@ -189,12 +190,8 @@ void collect_bias(const Task& p, long s, long h, long strand, long row, long row
 // Products of queries and keys to content: capped, and 0 where hidden.
 inline void finish_content(const Task& p, float* a, const int32_t* seen) {
   if (p.softcap > 0) {
-    const float cap = float(p.softcap);
-    for (long j = 0; j < COLUMNS; j += 8) {
-      v8 x[1] = {load(a + j) / cap};
-      tangents(x);
-      store(a + j, lanes_and(cap * x[0], seen + j));
-    }
+    const Cap<EXACT> capped{float(p.softcap)};
+    for (long j = 0; j < COLUMNS; j += 8) store(a + j, lanes_and(capped(load(a + j)), seen + j));
   } else {
     for (long j = 0; j < COLUMNS; j += 8) store(a + j, lanes_and(load(a + j), seen + j));
   }

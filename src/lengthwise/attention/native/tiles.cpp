@@ -15,6 +15,7 @@
 
 #include <cmath>
 
+#include "softcap.h"
 #include "vectors.h"
 
 namespace {
@@ -66,7 +67,6 @@ namespace {
 
 enum Kind { STRIP = 1, LEVEL = 2, LOG_LEVEL = 3, LINE = 4 };
 constexpr int LINES = 256;  // at most so many, which Python sees to
-constexpr float FEW_TERMS = 0.35f, MORE_TERMS = 0.54f;  // up to where the two polynomials for tanh are exact
 
 // No less than e^x, and NaN for NaN: far below what counts, where numbers are denormal and slow, it stays at one value.
 inline float at_most_exp(float x) { return std::exp(std::max(x, -80.0f)); }
@@ -319,67 +319,6 @@ struct Term {
   }
 };
 
-// content = cap tanh(x / cap). With few terms |x| / cap must be at most FEW_TERMS, with more MORE_TERMS, and cap is in
-// the coefficients; the polynomials are minimax fits of our own.
-enum Tanh { FEW, MORE, EXACT };
-template <Tanh HOW>
-struct Cap {
-  float cap, inverse, square;
-  v8 c1, c2, c3, c4;
-
-  explicit Cap(float cap) : cap(cap), inverse(1 / cap), square(inverse * inverse) {
-    const float few[4] = {-0.333326632f, 0.132998254f, -0.0491485006f, 0};
-    const float more[4] = {-0.33332996f, 0.13321931f, -0.0527532707f, 0.0166003706f};
-    const float* c = HOW == FEW ? few : more;
-    c1 = all(c[0] * square);
-    c2 = all(c[1] * square * square);
-    c3 = all(c[2] * square * square * square);
-    c4 = all(c[3] * square * square * square * square);
-  }
-
-  v8 operator()(v8 x) const {
-    if (HOW != EXACT) {
-      const v8 z = x * x;
-      const v8 last = HOW == FEW ? c3 : c4 * z + c3;
-      return x * (((last * z + c2) * z + c1) * z) + x;
-    }
-    const v8 y = x * inverse, z = y * y, size = absolute(y), power = exponential(size * -2.0f);
-    v8 p = z * -5.43945232e-3f + 2.03979786e-2f;
-    p = p * z - 5.36650543e-2f;
-    p = p * z + 1.33305436e-1f;
-    p = p * z - 3.33332489e-1f;
-    const v8 near = x * (p * z) + x, far = cap - 2.0f * cap * power / (1.0f + power);
-    return pick(size <= 0.66f, near, (v8)((i8)far | ((i8)x & (int32_t)0x80000000)));
-  }
-};
-
-// A softcap, its coefficients made once for a head.
-struct Softcap {
-  float cap;
-  bool ordinary;  // whether the eighth power of cap is a float32
-  Cap<FEW> few;
-  Cap<MORE> more;
-  Cap<EXACT> exact;
-
-  explicit Softcap(float cap) : cap(cap), ordinary(cap > 1e-3f && cap < 1e4f), few(cap), more(cap), exact(cap) {}
-
-  // Call use(content) with what is cheapest and exact for a row of products, none of them above `bound`.
-  template <class Use>
-  void apply(const float* s, float bound, Use use) const {
-    if (!(bound <= MORE_TERMS * cap)) {  // the lengths of q and k do not show it, so look at the products
-      v8 top = all(0);
-      for (long j = 0; j < COLUMNS; j += 8) {
-        const v8 x = absolute(load(s + j));
-        top = pick(x > top, x, top);
-      }
-      bound = largest(top);
-    }
-    if (ordinary && bound <= FEW_TERMS * cap) use(few);
-    else if (ordinary && bound <= MORE_TERMS * cap) use(more);
-    else use(exact);
-  }
-};
-
 // One head of one sequence.
 struct Head {
   const Problem& p;
@@ -581,7 +520,7 @@ struct Head {
     const float m = factor(r);
     const bool apart = BACKWARD && p.d_logit_scale;  // then the sum of content and bias is needed without its factor
     if (cap > 0)
-      softcap.apply(s, ql * k_most[block], [=, &tile](auto capped) {
+      softcap.apply(s, COLUMNS, ql * k_most[block], [=, &tile](auto capped) {
         const v8 factor = all(m), steep = all(m * capped.square);
         if (!BACKWARD && !logit_scale) {
           for (long j = 0; j < COLUMNS; j += 8) store(s + j, capped(load(s + j)));
@@ -793,7 +732,7 @@ void backward_row(const Head& h, float* w, float* d, long r, long block, float q
   const v8 peak = all(rests.peak[r]), rest = all(rests.log_total[r]), drop = all(rests.delta[r]);
   const float m = h.factor(r);
   if (h.cap > 0 && h.terms.empty() && !p.d_logit_scale) {  // nothing else is needed of the row: all of it in one go
-    h.softcap.apply(w, ql * h.k_most[block], [=](auto capped) {
+    h.softcap.apply(w, COLUMNS, ql * h.k_most[block], [=](auto capped) {
       const v8 factor = all(m), steep = all(m * capped.square);
       const bool scaled = m != 1;
       for (long j = 0; j < COLUMNS; j += 8 * AT_ONCE) {

@@ -112,30 +112,6 @@ inline v8 exponential(v8 x) {
   return one[0];
 }
 
-// tanh(x) to about two units in the last place. (Cephes' polynomial near 0, where the quotient would cancel.)
-template <int N>
-inline void tangents(v8 (&x)[N]) {
-  v8 power[N];
-#pragma GCC unroll 4
-  for (int n = 0; n < N; ++n) {
-    const v8 size = absolute(x[n]);
-    power[n] = pick(size < 10.0f, size + size, all(20));
-  }
-  exponentials(power);
-#pragma GCC unroll 4
-  for (int n = 0; n < N; ++n) {
-    const v8 square = x[n] * x[n];
-    v8 p = all(-5.70498872745e-3f);
-    p = p * square + 2.06390887954e-2f;
-    p = p * square - 5.37397155531e-2f;
-    p = p * square + 1.33314422036e-1f;
-    p = p * square - 3.33332819422e-1f;
-    const v8 small = p * square * x[n] + x[n], large = 1.0f - 2.0f / (power[n] + 1.0f);
-    const v8 with_sign = (v8)((i8)large | ((i8)x[n] & int32_t(0x80000000)));
-    x[n] = pick(x[n] == x[n], pick(absolute(x[n]) < 0.625f, small, with_sign), x[n]);
-  }
-}
-
 constexpr long PANEL = 16;
 #ifdef __AVX512VL__
 constexpr long MOST = 8;  // rows whose two accumulators fit into 32 registers
