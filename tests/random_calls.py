@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from rounding import ROUNDINGS, Inside, Tensors, rounding_noise
 from torch import Tensor
 
 import lengthwise as lw
@@ -25,11 +26,7 @@ from lengthwise.attention import BACKENDS, checked_call
 from lengthwise.attention.plan import Refusal
 from lengthwise.bias import two_floats
 
-Tensors = dict[str, Tensor]
 View = tuple[str, int]
-
-ROUNDINGS = 16
-"""How many random roundings are drawn where a sum cancels."""
 
 DIMS = (1, 2, 3, 5, 7, 8, 8, 16, 16, 17, 24, 32, 33, 64)
 
@@ -151,9 +148,9 @@ class RandomCall:
         return self.defined(torch.float32)
 
     def noise(self, eps: float) -> dict[str, float]:
-        """`rounding_noise`, drawn once."""
+        """`rounding_inside`, drawn once."""
         if eps not in self.noises:
-            self.noises[eps] = rounding_noise(self, eps)
+            self.noises[eps] = rounding_inside(self, eps)
         return self.noises[eps]
 
     def defined(self, dtype: torch.dtype) -> Tensors:
@@ -1018,65 +1015,25 @@ def faults(call: RandomCall, ours: Tensors) -> Iterator[str]:
         underflow = terms * got.numel() ** 0.5 * max(kind.tiny * kind.eps, 1e3 * torch.finfo(torch.float32).tiny)
         allowed += kind.eps * terms**0.5 * float(exact.norm()) + underflow
         if error > allowed:
-            allowed += 4 * call.noise(kind.eps).get(name, 0.0)
+            allowed += ROUNDINGS * call.noise(kind.eps).get(name, 0.0)
         if error > allowed:
             size = float(exact.norm())
             yield f"{name} is off by {error:.2e} of {size:.2e}, allowed are {allowed:.2e}"
 
 
-def rounding_noise(call: RandomCall, eps: float) -> dict[str, float]:
-    """By name, what random roundings inside of an exact computation amount to: the root of the mean square of some.
-
-    A score is a sum and has a rounding in float32 of the size of its terms; a weight has that relatively, and one of
-    its own, `eps`. The gradient of a score is weight * (d_out . v - d_out . out + d_lse), three terms that may cancel,
-    each with a rounding of its own. Errors of weights and of scores' gradients then go the way of all gradients.
-    """
+def rounding_inside(call: RandomCall, eps: float) -> dict[str, float]:
+    """By name, what random roundings inside of the definition amount to."""
     bases = {name: leaf.base.double().requires_grad_(name in call.learned) for name, leaf in call.leaves.items()}
     t = {name: viewed(leaf, base) for (name, base), leaf in zip(bases.items(), call.leaves.values(), strict=True)}
     out, lse, weights, _, bias, scores = define(call, t)
     k, v = (t[name].repeat_interleave(call.heads // call.kv_heads, 1) for name in ("k", "v"))
     sink = torch.zeros(1, call.heads, 1) if "sink" not in t else t["sink"]
     sink = (sink[None, :, None] if sink.ndim == 1 else sink).expand(call.batch, -1, call.queries)
-    outputs = [torch.where(call.visible, scores, 0), sink, v]
-    live = [output.requires_grad for output in outputs]
-    generator = torch.Generator().manual_seed(call.seed)
     with torch.no_grad():
         scale = 1 / math.sqrt(call.dim) if call.scale is None else abs(call.scale)
         terms = scale * t["q"].norm(dim=-1)[..., None] * k.norm(dim=-1)[..., None, :] + bias.abs()
         terms = terms * t["logit_scale"].abs()[..., None] if "logit_scale" in t else terms
         terms = terms + scores.abs() + lse.where(lse.isfinite(), 0).abs()[..., None]
-        relative = eps + torch.finfo(torch.float32).eps * terms
-        d_out, d_lse = (
-            torch.zeros_like(x) if dx is None else dx.double()
-            for x, dx in zip((out, lse), call.cotangents, strict=True)
-        )
-        of_row = (d_out * out).norm(dim=-1) + d_lse.abs()
-        of_pair = (d_out.square() @ v.square().mT).sqrt() + of_row[..., None]
-        d_weights = d_out @ v.mT
-        d_scores = d_weights - (d_out * out).sum(-1, keepdim=True) + d_lse[..., None]
-    totals: dict[str, float] = {}
-    for _ in range(ROUNDINGS):
-        of_weight, of_term = (
-            torch.randn(weights.shape, generator=generator, dtype=torch.float64) * weights.detach() for _ in range(2)
-        )
-        errors = of_weight[..., :-1] * relative
-        sample = {"out": errors @ v, "lse": errors.sum(-1)}
-        of_delta = (errors * d_weights).sum(-1)
-        cotangents = [
-            errors * d_scores - weights[..., :-1].detach() * of_delta[..., None] + of_term[..., :-1] * eps * of_pair,
-            of_term[..., -1] * of_row * eps - weights[..., -1].detach() * of_delta,
-            errors.mT @ d_out,
-        ]
-        if any(live):
-            gradients = torch.autograd.grad(
-                [output for output, is_live in zip(outputs, live, strict=True) if is_live],
-                [bases[name] for name in call.learned],
-                [cotangent for cotangent, is_live in zip(cotangents, live, strict=True) if is_live],
-                allow_unused=True,
-                retain_graph=True,
-            )
-            named = zip(call.learned, gradients, strict=True)
-            sample |= {f"gradient of {name}": gradient for name, gradient in named if gradient is not None}
-        for name, error in sample.items():
-            totals[name] = totals.get(name, 0.0) + float(error.detach().square().sum()) / ROUNDINGS
-    return {name: math.sqrt(total) for name, total in totals.items()}
+    inside = Inside(torch.where(call.visible, scores, 0), sink, v, weights, terms, out, lse)
+    learned = {f"gradient of {name}": bases[name] for name in call.learned}
+    return rounding_noise(inside, *call.cotangents, learned, eps=eps, seed=call.seed)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from rounding import Tensors, assert_within_rounding, rounding_noise
+from rounding import Inside, Tensors, assert_within_rounding, rounding_noise
 from torch import Tensor
 
 import lengthwise as lw
@@ -227,17 +227,11 @@ def assert_as_exact(case: Case, dtype: torch.dtype = torch.float32) -> None:
     wide = {name: x.double() for name, x in case.tensors.items()}
     exact = results(case, wide, "reference", **above)
     plain, ours = (results(case, case.tensors, backend, **above) for backend in ("reference", "native"))
-    # The difference of two levels, exact in float64, has one rounding, as its slope has.
-    fixed = {name: x for name, x in wide.items() if name.startswith("level") or name == "knots"}
-
-    def run(given: Tensors) -> Tensors:
-        return results(
-            case, {name: (given | fixed)[name] for name in wide}, "reference", given["d_out"], given["d_lse"]
-        )
-
-    inputs = {name: x for name, x in (wide | above).items() if name not in fixed}
-    noise = rounding_noise(run, inputs)
-    assert_within_rounding(ours, plain, exact, noise, terms=case.tensors["k"].shape[2])
+    leaves = {name: x.clone().requires_grad_() for name, x in wide.items()}
+    call = checked_call(*(leaves[name] for name in "qkv"), **case.arguments(leaves))
+    learned = {name: x for name, x in leaves.items() if name != "knots"}
+    noise = rounding_noise(Inside.of(call), above["d_out"], above["d_lse"], learned)
+    assert_within_rounding(ours, plain, exact, noise, terms=call.keys)
 
 
 def smooth_case(seed: int) -> Case:
@@ -307,7 +301,7 @@ def deterministic_bytes() -> bytes:
         seeds = (case for seed in range(200) if (case := random_case(seed, rescored, bias, masks)))
         case = next(case for case in seeds if case.tensors["q"].shape[2] > 120)
         d_out = torch.ones(*case.tensors["q"].shape[:3], case.tensors["v"].shape[3]).double()
-        found = results(case, torch.float32, "native", d_out, d_out[..., 0])
+        found = results(case, case.tensors, "native", d_out, d_out[..., 0])
         parts += [x.contiguous().numpy().tobytes() for x in found.values()]
     return b"".join(parts)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from rounding import Tensors, assert_within_rounding, rounding_noise
+from rounding import Inside, Tensors, assert_within_rounding, rounding_noise
 from torch import Tensor
 
 from lengthwise.attention import call as calls
@@ -279,18 +279,10 @@ def _assert_as_exact(case: Case, dtype: torch.dtype, d_out: Tensor, d_lse: Tenso
     case = case.rounded(dtype)
     roads = (by_row_block, dtype), (by_reference, dtype), (by_reference, torch.float64)
     ours, plain, exact = (_named(case, results(road, *case.call(of), d_out, d_lse)) for road, of in roads)
-    # The difference of two levels, exact in float64, has one rounding, as its slope has.
-    inputs = {name: case.tensors[name].double() for name in case.floating if not name.startswith("level")}
-    inputs["d_out"] = d_out.double()
-    inputs |= {} if d_lse is None else {"d_lse": d_lse.double()}
-
-    def run(given: Tensors) -> Tensors:
-        own = replace(case, tensors=case.tensors | {name: given[name] for name in given if name in case.tensors})
-        return _named(case, results(by_reference, *own.call(torch.float64), given["d_out"], given.get("d_lse")))
-
     eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
-    noise = rounding_noise(run, inputs, eps)
-    assert_within_rounding(ours, plain, exact, noise, terms=case.tensors["k"].shape[2], eps=eps)
+    call, learned = case.call(torch.float64)
+    noise = rounding_noise(Inside.of(call), d_out, d_lse, dict(zip(case.floating, learned, strict=True)), eps=eps)
+    assert_within_rounding(ours, plain, exact, noise, terms=call.keys, eps=eps)
 
 
 def _named(case: Case, values: list[Tensor]) -> Tensors:
