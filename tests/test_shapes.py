@@ -31,12 +31,11 @@ except Exception as error:
     print("checked:", type(error).__name__)
 
 for name in sys.argv[1:]:
-    for backend in ("reference", "auto"):
-        for law in LAWS:
-            try:
-                law(Subject(name, backend=backend))
-            except DoesNotApply:
-                pass
+    for law in LAWS:
+        try:
+            law(Subject(name, backend="reference"))
+        except DoesNotApply:
+            pass
     config = LengthwiseConfig(encoding=name, vocab_size=64, n_layer=2, n_head=4, n_embd=32, n_positions=32)
     model, tokens = LengthwiseForCausalLM(config), torch.randint(64, (2, 20))
     model.loss(tokens, tokens).backward()
@@ -51,7 +50,7 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("names", ["kerple cable fire", "rope learned t5", "dapev2 cope k-cable"])
+@pytest.mark.parametrize("names", ["cable fire", "rope dapev2", "learned cope"])
 def test_the_shapes_in_signatures_are_true(names):
     done = subprocess.run([sys.executable, "-c", PROGRAM, *names.split()], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

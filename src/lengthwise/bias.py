@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -63,6 +63,10 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else NO_CONTEXT
 
 
+D = TypeVar("D", bound="Description")
+"""Not Self, which beartype does not know in methods that are checked one by one."""
+
+
 class Description:
     """Tensors and plain values by name, and the class: what a Bias and a Rescore are made of.
 
@@ -85,10 +89,10 @@ class Description:
         """The same with functions as they are, which need no name."""
         return {name: value for name, value in _parts(self) if not isinstance(value, Tensor)}
 
-    def rebuilt(self, tensors: Mapping[str, Tensor]) -> Self:
+    def rebuilt(self: D, tensors: Mapping[str, Tensor]) -> D:
         """The same description with other tensors under the same names."""
         parts = dict(_parts(self)) | dict(tensors)
-        made: Self = _build(type(self), parts, "", _unchecked)
+        made: D = _build(type(self), parts, "", _unchecked)
         return made
 
     @property
@@ -101,7 +105,7 @@ class Description:
         """Whether something in it is learned."""
         return any(source.requires_grad for source in self.sources)
 
-    def detached(self) -> Self:
+    def detached(self: D) -> D:
         """The same without gradients."""
         return self.rebuilt({name: tensor.detach() for name, tensor in self.tensors().items()})
 
@@ -196,6 +200,9 @@ def _named(function: Callable[..., Any]) -> str:
     return name
 
 
+B = TypeVar("B", bound="Bias")
+
+
 class Bias(Description, ABC):
     """What is added to the scores of one call of attention."""
 
@@ -226,7 +233,7 @@ class Bias(Description, ABC):
         """Whether it is seen to depend on distance alone; False where it does not, or that is hard to see."""
         return False
 
-    def first_sequence(self) -> Self:
+    def first_sequence(self: B) -> B:
         """That of the first sequence alone, detached and on the CPU: for maps and files."""
         own = {name: x.detach()[:1] if name in self._by_sequence else x.detach() for name, x in self.tensors().items()}
         return self.rebuilt({name: x.cpu() for name, x in own.items()})
@@ -276,7 +283,7 @@ class DistanceBias(Bias):
         """Whether queries and keys stand one apart."""
         return all(bool((x.diff() == 1).all()) for x in (self.query, self.key))
 
-    def first_sequence(self) -> Self:
+    def first_sequence(self) -> "DistanceBias":
         """Without the distances at the table's end that the first sequence does not have."""
         own = super().first_sequence()
         if not own.query.numel() or not own.key.numel():
@@ -551,7 +558,7 @@ class FunctionBias(Bias):
         """Whether the function has a name that a file can hold."""
         return bool(registered_name(self.function))
 
-    def first_sequence(self) -> Self:
+    def first_sequence(self) -> "FunctionBias":
         """Arguments with as many rows as there are sequences have that of the first; a function may have others."""
         batch = self.shape[0]
         return self.rebuilt(
@@ -633,6 +640,6 @@ class SumBias(Bias):
             total = total + term.tile(rows, columns)
         return total
 
-    def first_sequence(self) -> Self:
+    def first_sequence(self) -> "SumBias":
         """The sum of the terms' own."""
         return type(self)(tuple(term.first_sequence() for term in self.terms))

@@ -13,7 +13,7 @@ import hashlib
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +96,11 @@ def load_model(
     place = resolve_device(device)
     if str(source) in ENCODINGS:
         loaded = initial_model(str(source), seed=seed)
-        return LoadedModel(name or loaded.name, loaded.model.to(place), loaded.tokenizer, trained=False)
+        return replace(loaded, name=name or loaded.name, model=_on(place, loaded.model))
     checkpoint = resolve_checkpoint(source)
     with _progress_bars_on_terminals_only():
         model, tokenizer = _from_pretrained(checkpoint, dtype, trust_remote_code=trust_remote_code)
-    model = model.to(place).eval()
+    model = _on(place, model).eval()
     if not Run.is_run(source):
         return LoadedModel(name or Path(source).resolve().name, model, tokenizer, trained=True)
     run = Run(source)
@@ -183,6 +183,11 @@ def _from_pretrained(
                 "--trust-remote-code"
             ) from None
         raise LoadError(f"{_EXPECTED}, got {checkpoint!r}, which cannot be loaded: {_first_line(error)}") from error
+
+
+def _on(device: torch.device, model: Any) -> PreTrainedModel:
+    moved: PreTrainedModel = model.to(device)  # whose signature transformers hides
+    return moved
 
 
 def _class_for(config: Any) -> Any:

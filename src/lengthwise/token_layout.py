@@ -84,8 +84,8 @@ class Facts:
 class TokenLayout:
     """The tokens of one call. Make it with `lw.layout` or `TokenLayout.of`, which check what they are given."""
 
-    query: Positions
-    key: Positions
+    query: Int[Tensor, "#batch query *axis"]
+    key: Int[Tensor, "#batch key *axis"]
     query_start: Slot = 0
     """The slot of the first query."""
     key_start: int = 0

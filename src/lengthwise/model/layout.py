@@ -84,8 +84,13 @@ def added_by(mask: Tensor, layout: TokenLayout) -> DenseBias | None:
 
 
 def _place(
-    query: Positions, mask: Bool[Tensor, "batch key"] | None, past: Slot, keys: int, *, refuse_gaps: bool
-) -> tuple[Positions, Int[Tensor, "#batch key"]]:
+    query: Int[Tensor, "#batch query"],
+    mask: Bool[Tensor, "batch key"] | None,
+    past: Slot,
+    keys: int,
+    *,
+    refuse_gaps: bool,
+) -> tuple[Int[Tensor, "#batch key"], Int[Tensor, "#batch key"]]:
     """Positions and documents of all keys, from the positions of the new tokens."""
     slots = _slots(query, past)
     real = torch.ones_like(query, dtype=torch.bool) if mask is None else mask.index_select(1, slots)
