@@ -11,6 +11,7 @@ from model_kit import CASES, loud_model, tokens
 
 import lengthwise as lw
 from lengthwise.cli import main
+from lengthwise.loading import LoadError, resolve_checkpoint
 from lengthwise.model import LengthwiseConfig
 from lengthwise.model.export import (
     FOOTER,
@@ -122,7 +123,7 @@ def test_the_command_exports_the_only_checkpoint_of_a_run(tmp_path, capsys):
     assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_lengthwise.LengthwiseForCausalLM"
     assert (tmp_path / "out" / "tokenizer.json").is_file()
     with pytest.raises(FileExistsError, match="new or empty"):
-        main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")])
+        export(tmp_path / "run", tmp_path / "out")
     model.save_pretrained(tmp_path / "run" / "checkpoints" / "first")
-    with pytest.raises(FileNotFoundError, match=r"first.*last"):
-        main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "other")])
+    with pytest.raises(LoadError, match=r"first.*last"):
+        resolve_checkpoint(tmp_path / "run")
