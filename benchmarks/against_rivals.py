@@ -1,175 +1,175 @@
-"""Attention under every encoding against its rivals, in turn in one process: time, memory, and the error first.
+"""Attention under every encoding against its rivals, in turn in one process: right first, with gradients, then timed.
 
-A case is correct before it is timed. Rivals run round robin, so that a busy machine slows all of them; the ratio is to
-SDPA with no bias, the limit of what attention can cost. One JSON line a case and rival, with its birth certificate.
+Two loops. In the fast one each round runs torch's SDPA without a bias, our own call without one, and every encoding;
+in the slow one the usual ways, which fill in the bias, and torch's SDPA. A ratio is the median over the rounds of the
+ratio within a round, so that a busy machine slows both sides of it. One JSON line a case, with its certificate.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from statistics import median
+from dataclasses import asdict
 
 import torch
 import torch.nn.functional as F
+from job import DIM, HEADS, Case, Job
 from memory import torch_peak
-from rivals import RIVALS, Rival, Setup
+from paired import median_interval, spread
+from rivals import RIVALS, check_rival, make_setup, timed_call
 
 import lengthwise as lw
-from lengthwise.attention import BACKENDS, choose
+from lengthwise.attention import BACKENDS, checked_call, choose
 
-HEADS, DIM = 12, 64
-BUDGET = {"short": 3.0, "full": 2.0}
-"""Seconds that a case may take in all rounds of all rivals, beyond the first two rounds."""
+ROUNDS, SLOW_ROUNDS = 20, 5
+SLICE = 0.03
+"""Seconds that one number is timed for, at least: as many calls as fill them."""
 
-LONG = 20.0
-"""Seconds beyond which a run needs no warming up, and one tells enough."""
+EVERY = (*(name for name in lw.ENCODINGS if name not in ("fire", "none", "learned", "sinusoidal")), "fire-512", "fire")
+"""Encodings that act in attention; "fire" is with L beyond the length."""
 
-FAST = ("no bias", "lengthwise", "lengthwise, bias ready")
-ONE_PER_KIND = ("alibi", "cable", "kerple", "fire")
-SHORT = ("t5-clamped", "kerple", "alibi", "cable", "cable-nw", "fox", "fire")
+LONG = ("t5-clamped", "kerple", "alibi", "cable", "cable-nw", "fox", "fire-512", "fire")
+CURVES = ("kerple", "fire-512", "alibi", "cable", "cable-nw")
+"""What the figure of time against length shows."""
 
-
-@dataclass(frozen=True)
-class Case:
-    """An encoding at a length; mode is "forward", "train" (forward and backward) or "decode" (one query)."""
-
-    encoding: str
-    length: int
-    mode: str
-    options: str = "{}"
-
-
-def cases(form: str) -> Iterator[Case]:
-    """What is measured."""
-    lengths = {"short": (1024, 4096), "full": (512, 1024, 2048, 4096, 8192)}[form]
-    names = tuple(lw.ENCODINGS) if form == "full" else SHORT
-    for length in lengths:
-        for mode in ("forward", "train") if form == "full" else ("train",):
-            yield from (Case(name, length, mode) for name in names)
-            yield Case("fire", length, mode, '{"threshold": 65536}')
-    yield from (Case(name, 4096, "decode") for name in names)
-    if form == "full":
-        yield from (Case(name, 16384, "train") for name in SHORT)
-        yield Case("fire", 16384, "train", '{"threshold": 65536}')
-        yield from (Case(name, 32768, "train") for name in ONE_PER_KIND)
-
-
-def measure(case: Case, seconds: float, *, fast: bool = False) -> Iterator[dict[str, object]]:
-    """One row a rival: right first, then timed in turn."""
-    setup = make_setup(case)
-    runs: dict[str, Callable[[], object]] = {}
-    rows: dict[str, dict[str, object]] = {}
-    for name, rival in RIVALS.items():
-        if not rival.takes(setup, case.length, case.mode) or (fast and name not in FAST):
-            continue
-        rows[name] = {"error": checked(rival, setup, name)}
-        runs[name] = timed_call(rival, setup, case.mode)
-    first = {name: torch_peak(run) for name, run in runs.items()}
-    times = {name: [spent] for name, (_, spent) in first.items()}
-    if max(spent for _, spent in first.values()) < LONG:
-        times = round_robin(runs, seconds)
-    limit = times["no bias"]
-    for name, row in rows.items():
-        tokens = 1 if case.mode == "decode" else case.length
-        row |= {
-            "rival": name,
-            "best": min(times[name]),
-            "median": median(times[name]),
-            "ratio": min(times[name]) / min(limit),
-            "median_ratio": median(a / b for a, b in zip(times[name], limit, strict=True)),
-            "rounds": len(limit),
-            "tokens_per_second": tokens / min(times[name]),
-            "peak_bytes": first[name][0],
-        }
-        if name == "lengthwise":
-            row["backend"] = chosen = choose(setup.call())[0]
-            if hasattr(BACKENDS[chosen], "skipped_share") and setup.rescore is None:
-                row["skipped_share"] = BACKENDS[chosen].skipped_share(setup.call())
-        yield asdict(case) | row
-
-
-def make_setup(case: Case) -> Setup:
-    """Ordinary inputs: unit-variance q, k, v, layer-normed tokens, the encoding at its initial weights."""
-    torch.manual_seed(0)
-    options = json.loads(case.options)
-    encoding = lw.make(case.encoding, heads=HEADS, width=HEADS * DIM, train_length=case.length, **options)
-    q, k, v = torch.randn(3, 1, HEADS, case.length, DIM)
-    x = F.layer_norm(torch.randn(1, case.length, HEADS * DIM), (HEADS * DIM,))
-    rows = 1 if case.mode == "decode" else case.length
-    decoding = case.mode == "decode"
-    with torch.no_grad():
-        cached = encoding.state(x) if decoding else None
-        if decoding:
-            k = encoding.rotate(k, k, torch.arange(case.length), torch.arange(case.length))[1]
-    q = q[:, :, -rows:].contiguous()
-    return Setup(encoding, x, q, k, v, learning=case.mode == "train", cached=cached, keys_turned=decoding)
-
-
-def checked(rival: Rival, setup: Setup, name: str) -> float | None:
-    """The largest error of some late rows against the reference in float64; more than rounding is a fault."""
-    if name == "no bias":
-        return None
-    rows = min(8, setup.q.shape[2])
-    with torch.no_grad():
-        found = rival.run(setup)[:, :, -rows:]
-        exact = setup.late(rows)
-    error = float((found - exact).abs().max())
-    # Scores of size 10 rounded at 2 ** -24 move weights, and so outputs of size 1, by about 1e-6; sums add to it.
-    if not error < 1e-4:
-        raise AssertionError(f"{name} is off by {error:.1e} under {setup.encoding}: not timed")
-    return error
-
-
-def timed_call(rival: Rival, setup: Setup, mode: str) -> Callable[[], object]:
-    """What is timed: building the bias included, gradients to everything learned in "train"."""
-    run = rival.ready(setup)
-    if mode != "train":
-
-        def forward() -> object:
-            with torch.no_grad():
-                return run(setup)
-
-        return forward
-    d_out = torch.randn_like(setup.q)
-
-    def train() -> object:
-        return torch.autograd.grad(run(setup), setup.learned(rival.biased), d_out)
-
-    return train
-
-
-def round_robin(runs: dict[str, Callable[[], object]], seconds: float) -> dict[str, list[float]]:
-    """Every run once a round, all of them warm by now; one round where it takes long."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    began = time.perf_counter()
-    for round in range(300):
-        passed = time.perf_counter() - began
-        if passed > seconds and (round >= 2 or passed > LONG):
-            break
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - start)
-    return times
+SHORT = ("t5-clamped", "kerple", "alibi", "cable", "cable-nw", "fox", "fire-512")
+FAST: dict[str, list[tuple[str, int, tuple[str, ...]]]] = {
+    "short": [("train", 1024, SHORT), ("train", 4096, SHORT), ("decode-ready", 4096, SHORT)],
+    "full": [
+        *(("train", length, CURVES) for length in (512, 2048, 8192)),
+        *((mode, length, EVERY) for length in (1024, 4096) for mode in ("forward", "train")),
+        ("train", 16384, LONG),
+        *((mode, 4096, EVERY) for mode in ("decode-ready", "decode-built")),
+    ],
+}
+SLOW = [("train", 1024, ("alibi", "kerple", "t5")), ("train", 4096, ("alibi", "kerple", "t5"))]
+MEMORY_ALONE = (32768, ("alibi", "cable", "kerple", "fire-512"))
+"""So long that only the memory of one call is measured."""
 
 
 def measured(options: argparse.Namespace) -> Iterator[dict[str, object]]:
     """The rows of the cases that were asked for; a line is printed with each."""
-    for case in cases(options.form):
-        if options.only and case.encoding not in options.only.split(","):
-            continue
-        if options.lengths and str(case.length) not in options.lengths.split(","):
-            continue
-        if options.modes and case.mode not in options.modes.split(","):
-            continue
-        for row in measure(case, BUDGET[options.form], fast=options.fast):
-            skipped = row.get("skipped_share")
-            share = "" if skipped is None else f"  skipped {skipped:.0%}"
-            print(
-                f"{case.mode:8}{case.length:6} {case.encoding:13}{row['rival']:22}{row['best']:9.4f} s"
-                f"  ratio {row['ratio']:6.3f}  {row['peak_bytes'] / 1e6:8.1f} MB{share}",
-                flush=True,
-            )
-            yield row
+    lengths = None if options.lengths is None else {int(n) for n in options.lengths.split(",")}
+    only = None if options.only is None else set(options.only.split(","))
+    modes = None if options.modes is None else set(options.modes.split(","))
+
+    def wanted(mode: str, length: int, names: tuple[str, ...]) -> list[str]:
+        if (lengths and length not in lengths) or (modes and mode not in modes):
+            return []
+        return [name for name in names if only is None or name in only]
+
+    for mode, length, names in FAST[options.form]:
+        if some := wanted(mode, length, names):
+            yield from _printed(fast(mode, length, some, ROUNDS))
+    if options.form == "short" or options.fast:
+        return
+    for mode, length, names in SLOW:
+        for name in wanted(mode, length, names):
+            yield from _printed(slow(mode, length, name, SLOW_ROUNDS))
+    for name in wanted("train", *MEMORY_ALONE):
+        yield from _printed([memory_alone(Case(name, "train", MEMORY_ALONE[0]))])
+
+
+def fast(mode: str, length: int, names: list[str], rounds: int) -> Iterator[dict[str, object]]:
+    """SDPA and our own call without a bias, and encodings, all in one loop."""
+    jobs = {"plain": Job(Case("plain", mode, length))}
+    for name in names:
+        if not (mode.startswith("decode") and name in ("rope", "cope")):  # a decoder turns one key of many
+            jobs[name] = Job(Case(name, mode, length))
+    for name, job in jobs.items():
+        if wrong := job.check()[0]:
+            raise AssertionError(f"{name}/{mode}/{length}: {wrong}")
+    runs: dict[str, Callable[[], object]] = {"sdpa": sdpa(jobs["plain"])}
+    runs |= {name: job.call for name, job in jobs.items()}
+    peaks = {name: torch_peak(run)[0] for name, run in runs.items()}
+    times = in_turn(runs, rounds)
+    for name in runs:
+        row: dict[str, object] = {"encoding": name, "mode": mode, "length": length, "rounds": rounds}
+        row |= {"seconds": spread(times[name]), "peak_bytes": peaks[name]}
+        row |= {f"to_{other}": _ratio(times[name], times[other]) for other in ("sdpa", "plain")}
+        yield row | (described(jobs[name]) if name in jobs else {})
+
+
+def slow(mode: str, length: int, name: str, rounds: int) -> Iterator[dict[str, object]]:
+    """The usual ways to add this bias, and SDPA without one."""
+    setup = make_setup(name, length, mode)
+    runs = {"sdpa": timed_call(RIVALS["no bias"], setup, mode)}
+    for rival, way in RIVALS.items():
+        if rival != "no bias" and way.takes(setup, length, mode):
+            check_rival(rival, setup)
+            runs[rival] = timed_call(way, setup, mode)
+    peaks = {rival: torch_peak(run)[0] for rival, run in runs.items()}
+    times = in_turn(runs, rounds)
+    for rival in list(runs)[1:]:
+        row: dict[str, object] = {"encoding": name, "rival": rival, "mode": mode, "length": length, "rounds": rounds}
+        row |= {"seconds": spread(times[rival]), "peak_bytes": peaks[rival]}
+        yield row | {"to_sdpa": _ratio(times[rival], times["sdpa"]), "memory_to_sdpa": peaks[rival] / peaks["sdpa"]}
+
+
+def memory_alone(case: Case) -> dict[str, object]:
+    """One call, checked."""
+    job = Job(case)
+    if wrong := job.check()[0]:
+        raise AssertionError(f"{case.name}: {wrong}")
+    peak, seconds = torch_peak(job.call)
+    return asdict(case) | {"rounds": 1, "seconds": {"median": seconds}, "peak_bytes": peak}
+
+
+def sdpa(job: Job) -> Callable[[], object]:
+    """torch's SDPA without a bias, on the inputs of a job."""
+
+    def run() -> object:
+        with torch.set_grad_enabled(job.learning):
+            out = F.scaled_dot_product_attention(job.last_q, job.k, job.v, is_causal=job.rows > 1)
+        return torch.autograd.grad(out, (job.last_q, job.k, job.v), job.d_out) if job.learning else out
+
+    return run
+
+
+def described(job: Job) -> dict[str, object]:
+    """The backend that takes the call, and how much of the work it leaves out."""
+    if job.encoding is None:
+        call = checked_call(job.last_q, job.k, job.v)
+    else:
+        q, k = job.encoding.rotate(job.last_q, job.k, job.place, job.state)
+        call = checked_call(q, k, job.v, layout=job.place, **(job.ready or job.described()))
+    chosen = choose(call)[0]
+    share = getattr(BACKENDS[chosen], "skipped_share", None)
+    return {"backend": chosen, "skipped_share": 0.0 if share is None else share(call)}
+
+
+def in_turn(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of one call, by round: all of them once a round, the first one changing."""
+    calls = {}
+    for name, run in runs.items():
+        run()
+        calls[name] = max(1, round(SLICE / max(_seconds(run, 1), 1e-6)))
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
+    for turn in range(rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            times[name].append(_seconds(runs[name], calls[name]))
+    return times
+
+
+def _seconds(run: Callable[[], object], calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        run()
+    return (time.perf_counter() - start) / calls
+
+
+def _ratio(ours: list[float], theirs: list[float]) -> dict[str, object]:
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return spread(ratios) | {"interval": median_interval(ratios)}
+
+
+def _printed(rows: Iterator[dict[str, object]] | list[dict[str, object]]) -> Iterator[dict[str, object]]:
+    for row in rows:
+        name = f"{row['encoding']} {row.get('rival', '')}".strip()
+        line = f"{row['mode']:13}{row['length']:6} {name:28}{1000 * row['seconds']['median']:10.3f} ms"
+        for other in ("sdpa", "plain"):
+            if ratio := row.get(f"to_{other}"):
+                line += "   {}: {:.3f} ({:.3f} to {:.3f})".format(other, ratio["median"], *ratio["quartiles"])
+        share = row.get("skipped_share")
+        print(line + (f"   skipped {share:.0%}" if share else ""), flush=True)
+        yield row | {"heads": HEADS, "head_dim": DIM}

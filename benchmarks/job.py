@@ -107,7 +107,7 @@ class Job:
         if decoding and self.encoding is not None:
             with torch.no_grad():
                 self.state = self.encoding.state(self.x)
-                self.ready = self._described() if case.mode == "decode-ready" else None
+                self.ready = self.described() if case.mode == "decode-ready" else None
 
     def call(self) -> object:
         """What is timed."""
@@ -138,9 +138,9 @@ class Job:
         if self.encoding is None:
             return lw.attend(self.last_q, self.k, self.v, **self.last_extra)
         q, k = self.api.rotate(self.encoding, self.last_q, self.k, self.place, self.state)
-        return self.api.attend(q, k, self.v, self.place, **(self.ready or self._described()))
+        return self.api.attend(q, k, self.v, self.place, **(self.ready or self.described()))
 
-    def _described(self) -> dict[str, object]:
+    def described(self) -> dict[str, object]:
         x = self.x[:, -self.rows :]
         return self.api.described(self.encoding, x, self.place, self.state)
 

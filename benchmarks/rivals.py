@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +19,7 @@ from lengthwise.encodings.alibi import Alibi
 from lengthwise.encodings.kerple import KerpleLog
 from lengthwise.encodings.t5 import T5
 
+HEADS, DIM = 12, 64
 DENSE_UP_TO = 4096
 AT_FULL_LENGTH = (Alibi, KerpleLog, T5)
 """Filled in, one bias costs what another costs: at the greatest length these stand for all."""
@@ -27,68 +27,37 @@ AT_FULL_LENGTH = (Alibi, KerpleLog, T5)
 
 @dataclass(frozen=True)
 class Setup:
-    """One job's inputs."""
+    """One job's inputs: unit-variance q, k, v, layer-normed tokens, the encoding at its initial parameters."""
 
     encoding: lw.Encoding
     x: Tensor
     q: Tensor
     k: Tensor
     v: Tensor
-    learning: bool
-    cached: dict[str, Tensor] | None = None
-    """The state of all tokens, which a decoder has beside its keys."""
-    keys_turned: bool = False
-    """Whether the keys are cached as they meet queries, so that only the new one is to be turned."""
+    layout: lw.TokenLayout
 
-    def __post_init__(self) -> None:
-        for tensor in (self.q, self.k, self.v):
-            tensor.requires_grad_(self.learning)
-        self.encoding.requires_grad_(self.learning)
-
-    @property
-    def rescore(self) -> lw.Rescore | None:
-        return self.encoding.rescore(self.x, self.layout, self.cached)
-
-    def bias(self, rows: int | None = None) -> lw.Bias | None:
+    def bias(self) -> lw.Bias:
         """Built anew, as a model does in every forward pass."""
-        layout = self.layout if rows is None else self.last(rows)
-        return self.encoding.bias(
-            self.x if self.cached is None else self.x[:, -layout.query_count :], layout, self.cached
-        )
+        bias = self.encoding.bias(self.x, self.layout)
+        assert bias is not None
+        return bias
 
-    def last(self, rows: int) -> lw.TokenLayout:
-        """Some last tokens as queries."""
-        return lw.layout(rows, past=self.k.shape[2] - rows)
-
-    @cached_property
-    def layout(self) -> lw.TokenLayout:
-        """Where the tokens stand; a model has it once for all layers."""
-        return self.last(self.q.shape[2])
-
-    def turned(self) -> tuple[Tensor, Tensor]:
-        """Queries and keys as they meet."""
-        if not self.encoding.overrides("rotate"):
-            return self.q, self.k
-        if self.keys_turned:
-            return self.encoding.rotate(self.q, self.k[:, :, -1:], self.layout.new_tokens())[0], self.k
-        return self.encoding.rotate(self.q, self.k, self.layout)
-
-    def call(self, bias: lw.Bias | None = None) -> AttentionCall:
-        """The job as our own, with the bias built anew if none is ready."""
-        return checked_call(*self.turned(), self.v, layout=self.layout, bias=bias or self.bias(), rescore=self.rescore)
-
-    def late(self, rows: int) -> Tensor:
-        """The last rows by the reference in float64, to check against."""
-        q, k = self.turned()
-        q, k, v = (tensor.detach().double() for tensor in (q[:, :, -rows:], k, self.v))
-        bias = self.bias(rows)
-        return lw.attend(q, k, v, layout=self.last(rows), bias=bias, rescore=self.rescore, backend="reference")
+    def call(self) -> AttentionCall:
+        """The job as our own."""
+        return checked_call(self.q, self.k, self.v, layout=self.layout, bias=self.bias())
 
     def learned(self, biased: bool) -> list[Tensor]:
         """What gradients are asked for."""
-        of_bias = list(self.encoding.parameters()) if biased else []
-        acts = self.encoding.overrides("bias") or self.encoding.overrides("rescore")
-        return [self.q, self.k, self.v, *(of_bias if acts else [])]
+        return [self.q, self.k, self.v, *(self.encoding.parameters() if biased else [])]
+
+
+def make_setup(name: str, length: int, mode: str) -> Setup:
+    """The inputs of a case."""
+    torch.manual_seed(0)
+    encoding = lw.make(name, heads=HEADS, width=HEADS * DIM, train_length=length)
+    q, k, v = torch.randn(3, 1, HEADS, length, DIM).requires_grad_(mode == "train")
+    x = F.layer_norm(torch.randn(1, length, HEADS * DIM), (HEADS * DIM,))
+    return Setup(encoding, x, q, k, v, lw.layout(length))
 
 
 @dataclass(frozen=True)
@@ -98,31 +67,39 @@ class Rival:
     run: Callable[[Setup], Tensor]
     takes: Callable[[Setup, int, str], bool]
     biased: bool = True
-    prepare: Callable[[Setup], Callable[[Setup], Tensor]] | None = None
 
-    def ready(self, setup: Setup) -> Callable[[Setup], Tensor]:
-        """What runs, with everything done that happens before the clock starts."""
-        return self.prepare(setup) if self.prepare else self.run
+
+def timed_call(rival: Rival, setup: Setup, mode: str) -> Callable[[], object]:
+    """What is timed: building the bias included, gradients to everything learned in "train"."""
+    d_out = torch.randn_like(setup.q)
+
+    def run() -> object:
+        with torch.set_grad_enabled(mode == "train"):
+            out = rival.run(setup)
+        return torch.autograd.grad(out, setup.learned(rival.biased), d_out) if mode == "train" else out
+
+    return run
+
+
+def check_rival(name: str, setup: Setup) -> None:
+    """An error unless a rival gives our output and, where it can, our gradients."""
+    d_out, results = torch.randn_like(setup.q), []
+    for run in (RIVALS[name].run, lambda setup: lw.attend(setup.q, setup.k, setup.v, **_own(setup))):
+        out = run(setup)
+        learned = setup.learned(True) if out.requires_grad else []
+        results.append([out.detach(), *torch.autograd.grad(out, learned, d_out)] if learned else [out])
+    for theirs, ours in zip(*results, strict=True):
+        # Both are float32: sums of thousands of terms in another order.
+        if not (theirs - ours).norm() <= 1e-4 * ours.norm():
+            raise AssertionError(f"{name} and Lengthwise differ under {setup.encoding}: not timed")
+
+
+def _own(setup: Setup) -> dict[str, object]:
+    return {"layout": setup.layout, "bias": setup.bias()}
 
 
 def no_bias(setup: Setup) -> Tensor:
     return F.scaled_dot_product_attention(setup.q, setup.k, setup.v, is_causal=setup.q.shape[2] > 1)
-
-
-def lengthwise(setup: Setup) -> Tensor:
-    q, k = setup.turned()
-    return lw.attend(q, k, setup.v, layout=setup.layout, bias=setup.bias(), rescore=setup.rescore)
-
-
-def bias_ready(setup: Setup) -> Callable[[Setup], Tensor]:
-    """With the bias built once, before the clock starts."""
-    bias = setup.bias()
-
-    def run(setup: Setup) -> Tensor:
-        q, k = setup.turned()
-        return lw.attend(q, k, setup.v, layout=setup.layout, bias=bias, rescore=setup.rescore)
-
-    return run
 
 
 def _filled(setup: Setup) -> Tensor:
@@ -167,7 +144,7 @@ def flex(setup: Setup) -> Tensor:
 
 def _dense_fits(setup: Setup, length: int, mode: str) -> bool:
     fits = length < DENSE_UP_TO or (length == DENSE_UP_TO and isinstance(setup.encoding, AT_FULL_LENGTH))
-    return fits and setup.encoding.overrides("bias") and setup.rescore is None
+    return fits and setup.encoding.overrides("bias")
 
 
 def _flex_fits(setup: Setup, length: int, mode: str) -> bool:
@@ -177,22 +154,12 @@ def _flex_fits(setup: Setup, length: int, mode: str) -> bool:
 
 RIVALS: dict[str, Rival] = {
     "no bias": Rival(no_bias, lambda setup, length, mode: True, biased=False),
-    "lengthwise": Rival(lengthwise, lambda setup, length, mode: True),
-    "lengthwise, bias ready": Rival(
-        lengthwise,
-        lambda setup, length, mode: mode == "decode" and setup.encoding.overrides("bias"),
-        prepare=bias_ready,
-    ),
     "dense SDPA": Rival(dense_sdpa, _dense_fits),
     "dense eager": Rival(dense_eager, _dense_fits),
-    "transformers": Rival(
-        of_transformers, lambda setup, length, mode: _dense_fits(setup, length, mode) and mode != "decode"
-    ),
+    "transformers": Rival(of_transformers, _dense_fits),
     "x-transformers": Rival(
         of_x_transformers,
-        lambda setup, length, mode: (
-            _dense_fits(setup, length, mode) and isinstance(setup.encoding, Alibi | T5) and mode != "decode"
-        ),
+        lambda setup, length, mode: _dense_fits(setup, length, mode) and isinstance(setup.encoding, Alibi | T5),
     ),
     "FlexAttention": Rival(flex, _flex_fits),
 }
