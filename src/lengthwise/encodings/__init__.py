@@ -1,15 +1,12 @@
-"""Positional encodings, one file each."""
+"""Positional encodings: a file for each idea, with its variants."""
 
 from lengthwise.encodings.alibi import Alibi
 from lengthwise.encodings.base import Encoding, Geometry, State
-from lengthwise.encodings.cable import Cable
-from lengthwise.encodings.cable_nw import CableNoWeights
+from lengthwise.encodings.cable import Cable, CableNoWeights, KCable
 from lengthwise.encodings.cope import Cope
-from lengthwise.encodings.dape import Dape
-from lengthwise.encodings.dapev2 import DapeV2
+from lengthwise.encodings.dape import Dape, DapeV2
 from lengthwise.encodings.fire import Fire
 from lengthwise.encodings.fox import Fox
-from lengthwise.encodings.k_cable import KCable
 from lengthwise.encodings.kerple import KerpleLog, KerplePower
 from lengthwise.encodings.learned import Learned
 from lengthwise.encodings.none import NoPosition
