@@ -1,7 +1,9 @@
 """The house rules that a machine can check: imports point down, what is shown runs, and nothing heavy loads unasked."""
 
 import ast
+import importlib
 import importlib.util
+import inspect
 import re
 import subprocess
 import sys
@@ -113,6 +115,43 @@ def test_modules_import_without_cycles():
         names = imported_names(ast.parse(path.read_text())) if name != "lengthwise" else []
         graph[name] = {n if n in modules else n.rpartition(".")[0] for n in names} - {name}
     assert list(TopologicalSorter(graph).static_order()), "an error names the cycle"
+
+
+PUBLIC = ("", ".data", ".evaluate", ".inspect", ".model", ".runs", ".testing", ".train", ".views")
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_every_public_name_has_a_docstring(package):
+    module = importlib.import_module(f"lengthwise{package}")
+    for name in getattr(module, "__all__", []):
+        value = getattr(module, name)
+        if isinstance(value, type) or inspect.isfunction(value):
+            assert inspect.getdoc(value), name
+        for method, own in vars(value).items() if isinstance(value, type) else ():
+            if inspect.isfunction(own) and not method.startswith("_"):
+                assert inspect.getdoc(getattr(value, method)), f"{name}.{method}"
+
+
+RETIRED = {"asked", "came", "found", "kept", "made", "may", "said", "told", "way"}
+"""Names that say nothing: they may stand for a few lines inside a function, and nowhere else."""
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT / "src")))
+def test_names_say_what_a_thing_is(path):
+    tree = ast.parse(path.read_text())
+    names = {path.stem.strip("_")}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name.strip("_"))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names |= {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)}
+        if isinstance(node, ast.Module | ast.ClassDef):
+            targets = [t for own in node.body if isinstance(own, ast.Assign) for t in own.targets]
+            targets += [own.target for own in node.body if isinstance(own, ast.AnnAssign)]
+            names |= {target.id.lower().strip("_") for target in targets if isinstance(target, ast.Name)}
+    assert not names & RETIRED
+    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    assert not [text for text in texts if re.search(r"\bcame\b|\bMend\b", text)], "an error says what it got"
 
 
 def test_python_files_that_the_kernels_name_are_there():
