@@ -15,7 +15,7 @@ GOLDEN = Path(__file__).with_name("golden_losses.json")
 ENCODINGS = ("cable", "t5-clamped", "rope")
 STEPS = 20
 TOLERANCE = 1e-5
-"""Relative. Processors sum in different orders, 1e-7 apart; by row_block instead of the kernel the largest difference is 3e-7."""
+"""Relative. Processors sum in different orders: by row_block instead of the kernel the largest difference is 3e-7."""
 
 
 def losses(encoding: str, folder: Path) -> list[float]:

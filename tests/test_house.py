@@ -149,7 +149,7 @@ def test_names_say_what_a_thing_is(path):
             targets = [t for own in node.body if isinstance(own, ast.Assign) for t in own.targets]
             targets += [own.target for own in node.body if isinstance(own, ast.AnnAssign)]
             names |= {target.id.lower().strip("_") for target in targets if isinstance(target, ast.Name)}
-    assert not names & RETIRED
+    assert sorted(names & RETIRED) == []
     texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     assert not [text for text in texts if re.search(r"\bcame\b|\bMend\b", text)], "an error says what it got"
 

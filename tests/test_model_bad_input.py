@@ -22,7 +22,7 @@ from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
         ({"encoding": "rope", "n_embd": 36}, ValueError, "head_dim must be even, got 3"),
         ({"encoding": "alibi", "slopes": "interleaved"}, TypeError, "encoding_options"),
         ({"n_heads": 8}, TypeError, "Did you mean 'n_head'"),
-        ({"n_layer": 0}, ValueError, "n_layer must be 1 or more"),
+        ({"n_layer": 0}, ValueError, "n_layer must be a positive int"),
         ({"n_head": "8"}, StrictDataclassFieldValidationError, "n_head"),
     ],
 )
@@ -130,9 +130,9 @@ def test_empty_missing_and_doubled_input_is_refused():
     for shape in ((1, 0), (0, 5), (3,)):
         with pytest.raises(ValueError, match="a token at least"):
             model(torch.zeros(shape, dtype=torch.long))
-    with pytest.raises(ValueError, match="neither came"):
+    with pytest.raises(ValueError, match="got neither"):
         model()
-    with pytest.raises(ValueError, match="both came"):
+    with pytest.raises(ValueError, match="got both"):
         model(tokens(), inputs_embeds=torch.zeros(2, 29, 24))
 
 

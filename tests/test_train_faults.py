@@ -206,7 +206,7 @@ def test_a_config_cannot_bring_objects(tmp_path, capsys):
         ({"encoding": "learned", "evaluate_lengths": [34]}, "the encoding 'learned' ends at 33"),
         ({"length": 20_011, "batch_tokens": 20_011}, "one sequence of 20011 tokens at least; it has"),
         ({"held_out": "no/where/at/all"}, "which is none of them here"),
-        ({"sizes": {"n_head": 5}}, "the heads must divide the width"),
+        ({"sizes": {"n_head": 5}}, "n_head must divide n_embd"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

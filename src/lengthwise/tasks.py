@@ -147,8 +147,8 @@ def examples(name: str, *, length: int, count: int, seed: int = 0, depth: float 
     if depth is not None and not (task.has_depth and 0 <= depth <= 1):
         depths = [other for other, found in TASKS.items() if found.has_depth]
         raise ValueError(
-            f"depth must be from 0 to 1, and of a task that has one, {' or '.join(map(repr, depths))}; "
-            f"{depth} of {name!r} came. Leave it out."
+            f"depth must be from 0 to 1, and of a task that has one, {' or '.join(map(repr, depths))}, "
+            f"got {depth} of {name!r}"
         )
     rng = random.Random(f"{name} {length} {seed} {depth}")
     return [task.make(rng, length, depth) for _ in range(count)]
@@ -162,7 +162,7 @@ class TaskSource:
         self.name, _, longest = spec.partition(":")
         self.task = find_task(self.name)
         if longest and not longest.isdecimal():
-            raise ValueError(f"a task is NAME or NAME:LONGEST; {spec!r} came. Write e.g. 'copy:512'.")
+            raise ValueError(f"a task must be NAME or NAME:LONGEST, such as 'copy:512', got {spec!r}")
         self.longest = int(longest or LONGEST)
         check_int(f"the length of {self.name!r}", self.longest, "It has no shorter example.", least=self.task.least)
 

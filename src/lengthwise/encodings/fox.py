@@ -12,7 +12,7 @@ from lengthwise.encodings.base import Tokens, project
 
 
 class Fox(StepEncoding):
-    """Every token multiplies what came before it by its gate."""
+    """Every token multiplies all before it by its gate."""
 
     paper = "Lin et al. 2025, arXiv 2503.02130"
     kind = LevelBias

@@ -19,7 +19,7 @@ def checked_checkpoint(name: Any, kwargs: dict[str, Any]) -> None:
 
     Weights that come as a state_dict, without a checkpoint, are the caller's own.
     """
-    refuse_pickles(name, asked=kwargs.get("use_safetensors") is False)
+    refuse_pickles(name, requested=kwargs.get("use_safetensors") is False)
     kwargs["use_safetensors"] = True
     if name is None:
         return
@@ -29,11 +29,11 @@ def checked_checkpoint(name: Any, kwargs: dict[str, Any]) -> None:
             f"{name} must be a Lengthwise model; its config says {stored.get('model_type')!r}. "
             "For a GPT-2 use lengthwise.model.convert_gpt2."
         )
-    asked = kwargs.get("config")
+    config = kwargs.get("config")
     defaults = {field: getattr(LengthwiseConfig, field, None) for field in MUST_AGREE}
     for field in MUST_AGREE:
         has = stored.get(field, defaults[field]) or None
-        wanted = getattr(asked, field, kwargs.get(field, has)) or None
+        wanted = getattr(config, field, kwargs.get(field, has)) or None
         if has != wanted:
             raise ValueError(
                 f"the checkpoint {name} has {field}={has!r}; {field}={wanted!r} was asked for, and its weights would "
@@ -41,10 +41,10 @@ def checked_checkpoint(name: Any, kwargs: dict[str, Any]) -> None:
             )
 
 
-def refuse_pickles(name: Any, *, asked: bool = False) -> None:
+def refuse_pickles(name: Any, *, requested: bool = False) -> None:
     """An error if a folder has its weights in pickles, or if they were asked for."""
     folder = Path(str(name))
-    if asked or (folder.is_dir() and _has_only_pickles(folder)):
+    if requested or (folder.is_dir() and _has_only_pickles(folder)):
         raise ValueError(
             f"weights must be in safetensors; {name} has them in a pickle, which can run any code when it is opened. "
             "Convert it where you trust it: load it with torch.load(..., weights_only=True), save with safetensors."

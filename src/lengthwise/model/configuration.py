@@ -110,12 +110,9 @@ class LengthwiseConfig(PreTrainedConfig):
         """An error unless a model can be built."""
         for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more; {getattr(self, name)} came. Change it.")
+                raise ValueError(f"{name} must be a positive int, got {getattr(self, name)}")
         if self.n_embd % self.n_head:
-            raise ValueError(
-                f"the heads must divide the width; n_head={self.n_head} and n_embd={self.n_embd} came. "
-                "Change one of them."
-            )
+            raise ValueError(f"n_head must divide n_embd, got n_head={self.n_head} and n_embd={self.n_embd}")
         find(self.encoding)
         with torch.device("meta"):
             try:

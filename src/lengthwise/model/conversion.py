@@ -51,8 +51,7 @@ def convert_gpt2(
         source = AutoModelForCausalLM.from_pretrained(source, use_safetensors=True)
     if not isinstance(source, GPT2LMHeadModel | LengthwiseForCausalLM):
         raise TypeError(
-            f"a GPT-2 with its head can be converted; a {type(source).__name__} came. Pass a GPT2LMHeadModel, a "
-            "LengthwiseForCausalLM, or where one was saved."
+            f"expected a GPT2LMHeadModel, a LengthwiseForCausalLM, or the folder of one, got a {type(source).__name__}"
         )
     if isinstance(source, GPT2LMHeadModel):
         _refuse_other_formulas(source.config)

@@ -98,8 +98,8 @@ def _place(
     before = _last_real(query, real)
     if refuse_gaps and bool((real & (before >= 0) & (query > before + 1)).any()):
         raise ValueError(
-            "positions with gaps cannot be cached, since cached positions are counted back; position_ids that jump by "
-            "more than 1 came. Pass use_cache=False."
+            "position_ids must not jump where there is a cache, since cached positions are counted back, got a jump of "
+            "more than 1; pass use_cache=False"
         )
     begins = real & (query <= before)
 

@@ -33,7 +33,7 @@ def head_loss(
 ) -> Float[Tensor, ""] | Float[Tensor, "batch position"]:
     """The loss of predicting labels from x through a head without a bias; float32."""
     if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction must be 'mean', 'sum' or 'none'; {reduction!r} came. Take one of them.")
+        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
     if labels.shape != x.shape[:2]:
         raise ValueError(
             f"labels must have the shape of the input; they are {labels.shape[1] + 1} tokens long and it is "

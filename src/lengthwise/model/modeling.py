@@ -412,8 +412,8 @@ class LengthwiseForCausalLM(LengthwisePreTrainedModel, GenerationMixin):
 def checked_input(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
     """The one of the two that was given, or an error."""
     if (input_ids is None) == (inputs_embeds is None):
-        came = "neither" if input_ids is None else "both"
-        raise ValueError(f"give either input_ids or inputs_embeds; {came} came. Leave out or add one.")
+        got = "neither" if input_ids is None else "both"
+        raise ValueError(f"expected either input_ids or inputs_embeds, got {got}")
     tokens, axes = (
         (input_ids, "(batch, tokens)") if inputs_embeds is None else (inputs_embeds, "(batch, tokens, width)")
     )

@@ -335,16 +335,16 @@ def _gradients(
         arrays["d_slope"] = lse.new_zeros(rows_shape)
         arrays["d_query_level"] = lse.new_zeros(rows_shape, dtype=torch.float64)
         arrays["d_key_level"] = lse.new_zeros(n["batch"], n["heads"], n["keys"], dtype=torch.float64)
-    found: dict[str, Tensor] = {}
+    gradients: dict[str, Tensor] = {}
     if out.numel():
-        _run_backward(problem, tensors, arrays, found, learned)
-    found |= {
+        _run_backward(problem, tensors, arrays, gradients, learned)
+    gradients |= {
         name.removeprefix("d_"): x for name, x in arrays.items() if name in ("d_q", "d_k", "d_v", "d_logit_scale")
     }
     of_sink = torch.zeros_like(lse)
     if "sink" in tensors:
         of_sink = (tensors["sink"] - lse).exp().where(lse != -torch.inf, 0)
-        found["sink"] = -of_sink * delta
+        gradients["sink"] = -of_sink * delta
     if "logit_scale" in tensors:
         # The kernel sums d_scores (score - centre) over a row; the sum of d_scores alone is known.
         factor, centre = tensors["logit_scale"], most / tensors["logit_scale"]
@@ -352,24 +352,24 @@ def _gradients(
         if "sink" in tensors:
             centre = centre.masked_fill(most == tensors["sink"], 0)
         whole = along_out * of_sink + d_lse * (1 - of_sink)
-        found["logit_scale"] = (found["logit_scale"] + centre * whole).float().masked_fill(total == 0, 0)
+        gradients["logit_scale"] = (gradients["logit_scale"] + centre * whole).float().masked_fill(total == 0, 0)
     if "d_network" in arrays:
-        found |= _of_network(arrays["d_network"].sum(0), tensors, n)
+        gradients |= _of_network(arrays["d_network"].sum(0), tensors, n)
     if "d_table" in arrays:
-        found["table"] = arrays["d_table"].sum((0, 1), dtype=torch.float64).float()
+        gradients["table"] = arrays["d_table"].sum((0, 1), dtype=torch.float64).float()
     if "d_strip" in arrays:
-        found["strip"] = arrays["d_strip"].sum(1, dtype=torch.float64).sum_to_size(tensors["strip"].shape).float()
+        gradients["strip"] = arrays["d_strip"].sum(1, dtype=torch.float64).sum_to_size(tensors["strip"].shape).float()
     if "d_slope" in arrays:
-        found["key_level"] = F.pad(arrays["d_key_level"], (MARGIN, 2 * COLUMNS))
-        found |= {"slope": arrays["d_slope"], "query_level": arrays["d_query_level"]}
-        found |= {name: found[name].sum_to_size(tensors[name].shape) for name in ("slope", "query_level", "key_level")}
-    return [found.get(name) if want else None for name, want in zip(problem.names, wanted, strict=True)]
+        gradients["key_level"] = F.pad(arrays["d_key_level"], (MARGIN, 2 * COLUMNS))
+        gradients |= {"slope": arrays["d_slope"], "query_level": arrays["d_query_level"]}
+        gradients |= {name: gradients[name].sum_to_size(tensors[name].shape) for name in ("slope", "query_level", "key_level")}
+    return [gradients.get(name) if want else None for name, want in zip(problem.names, wanted, strict=True)]
 
 
 def _run_backward(
-    problem: Problem, tensors: dict[str, Tensor], arrays: dict[str, Tensor], found: dict[str, Tensor], learned: bool
+    problem: Problem, tensors: dict[str, Tensor], arrays: dict[str, Tensor], gradients: dict[str, Tensor], learned: bool
 ) -> None:
-    """The kernel, chunk by chunk; the gradients of a bias that is filled in go to `found`."""
+    """The kernel, chunk by chunk; the gradients of a bias that is filled in go to `gradients`."""
     bias = problem.bias_of(tensors)
     if bias is None:
         for rows in problem.chunks():
@@ -391,7 +391,7 @@ def _run_backward(
         for name, part in zip(sources, parts, strict=True):
             if part is not None:
                 key = f"bias.{name}"
-                found[key] = part if key not in found else found[key] + part
+                gradients[key] = part if key not in gradients else gradients[key] + part
 
 
 def _of_network(sums: Tensor, tensors: dict[str, Tensor], n: dict[str, int]) -> dict[str, Tensor]:

@@ -106,17 +106,17 @@ class Term:
             found["d_key_level"] = torch.zeros(*shape, keys, dtype=torch.float64)
         return found
 
-    def gradients(self, found: Tensors, columns: Sequence[Tensor]) -> list[Tensor]:
+    def gradients(self, results: Tensors, columns: Sequence[Tensor]) -> list[Tensor]:
         """Those of the sources, from what the kernel added up."""
         if self.kind == STRIP:
             tables = [size for size, _ in self.sources]
-            raw = [_of_table(size, own, found["d_strip"]) for size, own in zip(tables, columns, strict=True)]
+            raw = [_of_table(size, own, results["d_strip"]) for size, own in zip(tables, columns, strict=True)]
         elif self.kind == LINE:
-            of_curve = _of_table(self.sources[0][0], columns[0], found["d_strip"])
-            raw = [of_curve, found["d_factor"].sum(1), found["d_factor"].new_zeros(self.counts["knot_count"])]
-            raw += [found[name].sum(0) for name in ("d_line_slope", "d_line_start")]
+            of_curve = _of_table(self.sources[0][0], columns[0], results["d_strip"])
+            raw = [of_curve, results["d_factor"].sum(1), results["d_factor"].new_zeros(self.counts["knot_count"])]
+            raw += [results[name].sum(0) for name in ("d_line_slope", "d_line_start")]
         else:
-            raw = [found[name] for name in ("d_query_level", "d_key_level", "d_slope")]
+            raw = [results[name] for name in ("d_query_level", "d_key_level", "d_slope")]
             raw += raw[:2] if len(self.sources) > 3 else []  # a level's rest moves the difference as the level does
         return [d.sum_to_size(size).to(dtype) for d, (size, dtype) in zip(raw, self.sources, strict=True)]
 
