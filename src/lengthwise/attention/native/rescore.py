@@ -362,7 +362,9 @@ def _gradients(
     if "d_slope" in arrays:
         gradients["key_level"] = F.pad(arrays["d_key_level"], (MARGIN, 2 * COLUMNS))
         gradients |= {"slope": arrays["d_slope"], "query_level": arrays["d_query_level"]}
-        gradients |= {name: gradients[name].sum_to_size(tensors[name].shape) for name in ("slope", "query_level", "key_level")}
+        gradients |= {
+            name: gradients[name].sum_to_size(tensors[name].shape) for name in ("slope", "query_level", "key_level")
+        }
     return [gradients.get(name) if want else None for name, want in zip(problem.names, wanted, strict=True)]
 
 
