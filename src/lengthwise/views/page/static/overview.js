@@ -40,12 +40,12 @@ function headButton(side, { layer, head, measure }) {
     spark(canvas, layer.profile.mean(head), scale);
   }
   const name = `Layer ${layer.layer + 1}, head ${head + 1}`;
-  const sorted = measure === undefined ? "" : `, ${state.order} ${said(measure, 3)}`;
+  const sorted = measure === undefined ? "" : `, ${state.order} ${formatNumber(measure, 3)}`;
   const named = { ariaLabel: name + sorted, title: name + sorted };
   const button = make("button", { type: "button", className: "head", tabIndex: -1, ...named }, canvas);
   if (measure !== undefined) {
     const where = make("span", {}, `${layer.layer + 1}·${head + 1}`);
-    button.append(make("span", { className: "label" }, where, " ", make("b", {}, said(measure, 2))));
+    button.append(make("span", { className: "label" }, where, " ", make("b", {}, formatNumber(measure, 2))));
     button.dataset.measure = measure;
   }
   Object.assign(button.dataset, { layer: layer.layer, head, low: scale.low, high: scale.high });
