@@ -11,6 +11,7 @@ its first 100,000 rows), "train" the rest, "all" both.
 """
 
 import hashlib
+import os
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -77,13 +78,14 @@ class StdlibSource:
 
     def __init__(self) -> None:
         self.folder = Path(sysconfig.get_path("stdlib"))
-        files = (
-            path.relative_to(self.folder).as_posix()
-            for path in self.folder.rglob("*.py")
-            if not NOT_TEXT & set(path.relative_to(self.folder).parts[:-1]) and path.stat().st_size
-        )
+        files = []
+        for root, folders, names in os.walk(self.folder):
+            # In place, so that thousands of installed packages are not even listed.
+            folders[:] = [folder for folder in folders if folder not in NOT_TEXT]
+            files += [Path(root, name) for name in names if name.endswith(".py")]
+        paths = [path.relative_to(self.folder).as_posix() for path in files if path.stat().st_size]
         # As a source file the topics would be one long literal; each of them is a document of its own.
-        self.names = sorted([name for name in files if name != TOPICS] + [f"{TOPICS}/{topic}" for topic in topics])
+        self.names = sorted([name for name in paths if name != TOPICS] + [f"{TOPICS}/{topic}" for topic in topics])
         self.held_out = held_out(self.names)
 
     def documents(self, split: Split) -> Iterator[str]:

@@ -37,7 +37,10 @@ function colourOf(scale, value) {
   return 3 * Math.min(255, Math.max(0, Math.floor(shareOf(scale, value) * 256)));
 }
 
-/** Paint columns x rows numbers into a canvas of that size; nothing where there is no number. */
+// Where white is a colour of the map, what is masked is grey, as in the figures: 0.88 on white.
+const MASKED = [128, 128, 128, 62];
+
+/** Paint columns x rows numbers into a canvas of that size; what is masked is left empty, or grey. */
 function paint(canvas, columns, rows, scale, value) {
   canvas.width = columns;
   canvas.height = rows;
@@ -48,7 +51,10 @@ function paint(canvas, columns, rows, scale, value) {
   for (let y = 0; y < rows; y++) {
     for (let x = 0; x < columns; x++, place += 4) {
       const number = value(y, x);
-      if (Number.isNaN(number)) continue;
+      if (Number.isNaN(number)) {
+        if (scale.palette === "two") image.data.set(MASKED, place);
+        continue;
+      }
       const colour = colourOf(scale, number);
       image.data[place] = palette[colour];
       image.data[place + 1] = palette[colour + 1];

@@ -144,7 +144,7 @@ function showProgress(name, { done, layers }) {
   const bar = find("bar");
   if (layers) Object.assign(bar, { max: layers, value: done });
   else bar.removeAttribute("value");
-  find("progress-text").textContent = layers ? `${name}: ${done} of ${layers} layers` : `${name}: loading…`;
+  find("progress-text").textContent = layers ? `${name}: ${done} of ${layers} ${layers === 1 ? "layer" : "layers"}` : `${name}: loading…`;
 }
 
 /** Ask for every cell of the query's row, and of the visible part once that is small; draw again if there were any. */

@@ -62,6 +62,7 @@ async function build() {
     drawOverview();
     drawAll();
     drawn = { what, sides };
+    scrollToQuery();
   } catch (error) {
     await goBack(what, error);
   }

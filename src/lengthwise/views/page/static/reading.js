@@ -117,6 +117,13 @@ function drawTokens() {
   find("tokens").replaceChildren(...blocks);
 }
 
+/** Bring the query's token into sight, inside the box of the text alone. */
+function scrollToQuery() {
+  const span = document.querySelector(`.tokens span[data-at="${state.cursor.i}"]`);
+  const box = find("tokens");
+  if (span) box.scrollTop = Math.max(0, span.offsetTop - box.offsetTop - box.clientHeight / 2);
+}
+
 /** How strongly the query sees each key: the weights, or the softmax over the row of what there is. */
 function sharesOf(side) {
   const reads = side.reads || {};
