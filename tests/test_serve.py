@@ -105,6 +105,17 @@ def test_what_there_is_to_choose_is_listed_with_runs_and_studies(served):
     assert study["rows"] == [["<b>kerple</b>", "17.25", "-"]]
 
 
+def test_a_run_that_diverged_and_one_that_cannot_be_read_are_cards_too(tmp_path):
+    for name, line in (("diverged", '{"step": 9, "loss": NaN}\n'), ("damaged", "nonsense\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text("encoding: alibi\n")
+        (tmp_path / name / "metrics.jsonl").write_text(line)
+    damaged, diverged = Catalog([str(tmp_path)]).cards()["runs"]
+    assert "cannot be read: " in damaged["state"]
+    assert (diverged["loss"], diverged["losses"]) == ("nan", [])
+    json.dumps([damaged, diverged], allow_nan=False)
+
+
 def test_single_cells_of_any_head_are_those_of_the_tensors(served):
     text = "So that a text of some length is read by the model."
     said = served.look(text=text)

@@ -5,6 +5,7 @@ names: no path from a browser is opened.
 """
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ class Catalog:
 
     def groups(self) -> list[dict[str, Any]]:
         """The names of models that can be looked at, the first of which the page opens with."""
-        finished = [name for name, path in self.runs().items() if Run(path).is_finished]
+        finished = [name for name, path in self.runs().items() if _is_finished(path)]
         groups = {"runs": finished, "checkpoints": list(self.checkpoints())}
         groups["encodings at their initial parameters"] = list(ENCODINGS)
         return [{"label": label, "names": names} for label, names in groups.items()]
@@ -94,6 +95,13 @@ def _is_checkpoint(path: Path) -> bool:
     return (path / "config.json").is_file()
 
 
+def _is_finished(path: Path) -> bool:
+    try:
+        return Run(path).is_finished
+    except OSError:
+        return False
+
+
 def _by_name(paths: Iterator[Path]) -> dict[str, Path]:
     named: dict[str, Path] = {}
     for path in paths:
@@ -112,6 +120,8 @@ def _run_card(name: str, path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         return {"name": name, "state": f"cannot be read: {error}", "finished": False, "losses": []}
     losses = [line["loss"] for line in metrics if isinstance(line.get("loss"), float)]
+    # JSON has no NaN, and neither has a curve.
+    curve = [loss for loss in losses if math.isfinite(loss)]
     return {
         "name": name,
         "encoding": str(config.get("encoding", "")),
@@ -120,7 +130,7 @@ def _run_card(name: str, path: Path) -> dict[str, Any]:
         "loss": f"{losses[-1]:.3f}" if losses else "",
         "state": state,
         "finished": finished,
-        "losses": losses[:: max(1, len(losses) // POINTS)],
+        "losses": curve[:: max(1, len(curve) // POINTS)],
     }
 
 

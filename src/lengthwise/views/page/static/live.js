@@ -17,9 +17,25 @@ async function ask(path, options = {}) {
   throw new Error(error || `The server answers ${answer.status}.`);
 }
 
-/** The models to choose from, and a card for each run and study. */
+let offered = "";
+let refresh = 0;
+
+/** The models to choose from, and a card for each run and study; again and again while a run is training. */
 async function fillChoices() {
   const { groups, runs, studies, limit } = await (await ask("api/choices")).json();
+  if (offered !== JSON.stringify(groups)) fillModels(groups);
+  offered = JSON.stringify(groups);
+  find("length").max = limit;
+  if (Number(find("length").value) > limit) find("length").value = limit;
+  find("cards").replaceChildren(...runs.map(runCard), ...studies.map(studyCard));
+  find("cards").hidden = !runs.length && !studies.length;
+  clearTimeout(refresh);
+  if (runs.some((run) => run.state === "training now")) {
+    refresh = setTimeout(() => fillChoices().catch(() => {}), REFRESH);
+  }
+}
+
+function fillModels(groups) {
   for (const id of ["first", "second"]) {
     const before = find(id).value;
     const nothing = id === "second" ? [make("option", { value: "" }, "nothing")] : [];
@@ -28,11 +44,6 @@ async function fillChoices() {
     find(id).replaceChildren(...nothing, ...options);
     if ([...find(id).options].some((option) => option.value === before)) find(id).value = before;
   }
-  find("length").max = limit;
-  if (Number(find("length").value) > limit) find("length").value = limit;
-  find("cards").replaceChildren(...runs.map(runCard), ...studies.map(studyCard));
-  find("cards").hidden = !runs.length && !studies.length;
-  if (runs.some((run) => run.state === "training now")) setTimeout(() => fillChoices().catch(() => {}), REFRESH);
 }
 
 /** A run: its encoding, how far it is, and its losses as a line; a finished one can be looked at. */
