@@ -88,7 +88,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(whole, tmp
         (newest / "seal.json").write_text('{"sha256": {"../../config.yaml": "0"}}')
     train(dataclasses.replace(config, resume=True))
     assert f"checkpoint {newest} is damaged: " in caplog.text
-    assert "Falling back to the one before it" in caplog.text
+    assert "falling back to the one before it" in caplog.text
     assert before.name == "step-00000008"
     assert_same_run(Run(config.out), whole)
 
@@ -202,7 +202,7 @@ def test_a_config_cannot_bring_objects(tmp_path, capsys):
         ({"learning_rate": -1.0}, "learning_rate must be a number above 0, got -1.0"),
         ({"evaluate_lengths": [33, 9999]}, "measured at 9999 tokens; the held-out split has"),
         ({"encoding": "learned", "evaluate_lengths": [34]}, "the encoding 'learned' ends at 33"),
-        ({"length": 20_011, "batch_tokens": 20_011}, "one sequence of 20011 tokens at least; it has"),
+        ({"length": 20_011, "batch_tokens": 20_011}, "at least one sequence of 20011 tokens, got"),
         ({"held_out": "no/where/at/all"}, "which is none of them here"),
         ({"sizes": {"n_head": 5}}, "the heads must divide the width"),
     ],

@@ -90,5 +90,5 @@ def _every_cell(
     cells: Cells, heads: list[tuple[int, int]], views: Mapping[What, PositionMaps]
 ) -> dict[What, dict[tuple[int, int], Tensor]]:
     """Every number of some heads, in every view that is not described anyway."""
-    tiled = [what for what, maps in views.items() if what in KINDS and any(one.tiles is not None for one in maps.maps)]
+    tiled = [what for what, maps in views.items() if what in KINDS and any(m.tiles is not None for m in maps.maps)]
     return {what: {place: cells.whole(what, *place) for place in heads} for what in tiled}

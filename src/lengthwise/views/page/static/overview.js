@@ -8,9 +8,9 @@ function drawOverview() {
     const grid = make("div", { className: "grid", role: "group", ariaLabel: label });
     grid.dataset.side = place;
     const columns = Math.max(1, ...side.layers.map((layer) => layer.heads));
-    grid.style.setProperty("--columns", columns);
     const alone = state.order === "place" && side.layers.length === 1;
     const byLayer = state.order === "place" && !alone;
+    grid.style.setProperty("--columns", alone ? Math.min(4, columns) : columns);
     grid.classList.toggle("by-layer", byLayer);
     grid.classList.toggle("alone", alone);
     if (byLayer) {
