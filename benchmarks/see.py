@@ -49,7 +49,7 @@ def make_model(name: str, length: int) -> torch.nn.Module:
 
 def measure(case: str, length: int) -> dict[str, object]:
     from lengthwise.inspect import position_maps
-    from lengthwise.views.canvas import save_picture
+    from lengthwise.views.style import save_picture
 
     name, what = case.split()
     model = make_model(name, length)

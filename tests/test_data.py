@@ -1,5 +1,6 @@
 """Sources, tokenizers, token files and their order: everything a training run reads."""
 
+import importlib
 import json
 import logging
 
@@ -7,13 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from lengthwise.data import Batches, documents, hub, load_tokenizer, prepare, preparing
+from lengthwise.data import Batches, documents, hub, load_tokenizer, prepare
 from lengthwise.data.files import PIECE, read_text
 from lengthwise.data.hub import joined_articles
 from lengthwise.data.sources import resolve
-from lengthwise.data.tokens import Shard, Tokens, file_hash
+from lengthwise.data.tokens import Shard, Tokens
+from lengthwise.files import file_hash
 
 BYTES = load_tokenizer("bytes")
+# The package has the function of that name.
+preparing = importlib.import_module("lengthwise.data.prepare")
 
 
 def text_folder(folder, count=41, words=17):
@@ -78,35 +82,53 @@ def test_a_character_across_two_pieces_is_one_and_nul_is_text(tmp_path):
 @pytest.mark.parametrize("before", [3, PIECE + 11])
 def test_bytes_that_are_not_utf8_are_named_by_file_and_offset(tmp_path, before):
     (tmp_path / "a.txt").write_bytes(b"a" * before + b"\xff more")
-    with pytest.raises(ValueError, match=rf"a\.txt has byte 0xff at offset {before} .*iconv"):
+    with pytest.raises(ValueError, match=rf"must be UTF-8, got byte 0xff at offset {before} of .*a\.txt .*iconv"):
         list(documents(tmp_path / "a.txt", "all"))
     line = b'{"text": "fine"}\n'
     (tmp_path / "b.jsonl").write_bytes(line + b'{"text": "\xff"}\n')
-    with pytest.raises(ValueError, match=rf"b\.jsonl has byte 0xff at offset {len(line) + 10}"):
+    with pytest.raises(ValueError, match=rf"byte 0xff at offset {len(line) + 10} of .*b\.jsonl"):
         list(documents(tmp_path / "b.jsonl", "all"))
 
 
 def test_a_line_that_is_not_json_or_has_no_text_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\nnonsense\n')
-    with pytest.raises(ValueError, match=r"a\.jsonl must have one JSON object a line; line 2"):
+    with pytest.raises(ValueError, match=r"a\.jsonl must have one JSON object a line, got line 2"):
         list(documents(tmp_path / "a.jsonl", "all"))
     (tmp_path / "a.jsonl").write_text('{"body": "a"}\n')
-    with pytest.raises(ValueError, match=r'the field "text"; .*line 1 has none'):
+    with pytest.raises(ValueError, match=r'the field "text", got the fields body in .*line 1'):
         list(documents(tmp_path / "a.jsonl", "all"))
 
 
 @pytest.mark.parametrize("name", ["no-such-place", "stdlb", "../up/there/x"])
 def test_data_that_is_not_there_is_answered_with_what_could_be(name):
-    with pytest.raises(ValueError, match=r"data must be 'stdlib', a file .*'wikitext-103'.* came"):
+    with pytest.raises(ValueError, match=r"data must be 'stdlib', a file .*'wikitext-103'.*, got "):
         documents(name)
 
 
 def test_a_folder_without_text_and_an_empty_corpus_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="folder with such files"):
+    with pytest.raises(ValueError, match=r"a folder with such files, got .* a folder without any"):
         documents(tmp_path)
     (tmp_path / "a.txt").write_text("")
-    with pytest.raises(ValueError, match=r"the train split of .* must have a document; it is empty"):
+    with pytest.raises(ValueError, match=r"the train split of .* must have at least one document, got none"):
         prepare(tmp_path / "a.txt", BYTES, cache=tmp_path / "cache")
+    (tmp_path / "a.csv").write_text("a,b")
+    with pytest.raises(ValueError, match=r"a\.csv, which is another kind of file"):
+        documents(tmp_path / "a.csv")
+
+
+def test_an_empty_split_of_a_corpus_with_text_is_refused(tmp_path):
+    (tmp_path / "one.jsonl").write_text('{"text": "the only row, which is not held out"}\n')
+    assert len(list(documents(tmp_path / "one.jsonl", "all"))) == 1
+    splits = [split for split in ("train", "held-out") if not list(documents(tmp_path / "one.jsonl", split))]
+    assert len(splits) == 1
+    with pytest.raises(ValueError, match=f"the {splits[0]} split of .* must have at least one document, got none"):
+        prepare(tmp_path / "one.jsonl", BYTES, split=splits[0], cache=tmp_path / "cache")
+
+
+def test_latin_1_text_is_refused_with_the_way_to_convert_it(tmp_path):
+    (tmp_path / "old.txt").write_bytes("Größe und Maß\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"must be UTF-8, got byte 0xf6 at offset 2 of .*old\.txt.*iconv -f LATIN1"):
+        prepare(tmp_path / "old.txt", BYTES, split="all", cache=tmp_path / "cache")
 
 
 def test_lines_of_wikitext_become_articles():
@@ -140,7 +162,7 @@ def test_the_hub_out_of_reach_is_said_with_what_to_do(monkeypatch):
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr("datasets.load_dataset", fail)
-    with pytest.raises(OSError, match=r"no route to host\. Check the name and the network"):
+    with pytest.raises(OSError, match=r"no route to host; check the name and the network"):
         list(documents("owner/name"))
 
 
@@ -165,12 +187,12 @@ def test_gpt2_comes_from_its_two_files(tmp_path):
 
 @pytest.mark.parametrize("name", ["bpe", "bpe:", "byte", "nowhere/at/all"])
 def test_an_unknown_tokenizer_is_answered_with_the_known(name):
-    with pytest.raises(ValueError, match=r"'bytes', 'bpe:' and a size, 'gpt2', or a folder.* came"):
+    with pytest.raises(ValueError, match=r"'bytes', 'bpe:' and a size .*'gpt2', or a folder.*, got"):
         load_tokenizer(name)
 
 
 def test_a_bpe_smaller_than_its_bytes_is_refused():
-    with pytest.raises(ValueError, match="257 tokens at least; 'bpe:100' came"):
+    with pytest.raises(ValueError, match="at least 257 tokens, got 'bpe:100'"):
         load_tokenizer("bpe:100")
 
 
@@ -274,5 +296,5 @@ def test_the_order_depends_on_the_seed_and_the_place_alone(tmp_path):
 
 
 def test_a_corpus_shorter_than_a_sequence_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="one sequence of 100 tokens at least; it has 99 tokens"):
+    with pytest.raises(ValueError, match="at least one sequence of 100 tokens, got 99 tokens"):
         Batches(counted(tmp_path, 99), length=100, seed=0)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from browser_kit import Seen, needs_chromium, open_browser
@@ -13,6 +14,8 @@ from lengthwise.inspect import position_maps, position_views
 from lengthwise.inspect.cells import Cells
 from lengthwise.inspect.look import position_records
 from lengthwise.views.page import Page, Snapshot
+from lengthwise.views.page.html import document
+from lengthwise.views.style import colour_scale
 
 pytestmark = needs_chromium
 
@@ -78,7 +81,7 @@ def test_numbers_read_from_the_page_are_those_of_the_tensors(browser, tmp_path, 
         wanted = float(found["bias"].maps[1].profile.mean[2, i - j])
         assert page.read("mean") == pytest.approx(wanted, rel=2.0**-10, abs=1e-7)
     page.go(5, 9)
-    assert "may not look" in page.tab.inner_text("#reading")
+    assert "masked" in page.tab.inner_text("#reading")
     page.close()
 
 
@@ -145,6 +148,52 @@ def test_colours_have_a_range_of_their_own_or_share_one(seen):
     seen.tab.locator("#range label").nth(1).click()
     assert len(ranges()) == 1
     seen.tab.locator("#range label").nth(0).click()
+
+
+def test_weights_are_coloured_as_in_the_figures(browser, tmp_path):
+    found = views("cable", resolution=7)
+    page = open_page(browser, tmp_path, Page([[Snapshot(found)]]))
+    page.tab.locator("#whats label:has(input[value=weights])").click()
+    page.ready()
+    for one in found["weights"].maps:
+        for head, image in enumerate(one.tiles.mean.numpy()):
+            wanted = colour_scale(image, log=True)
+            button = page.tab.locator(f"button.head[data-layer='{one.layer}'][data-head='{head}']")
+            low, high = (float(button.get_attribute(f"data-{end}")) for end in ("low", "high"))
+            # A tile's mean has 11 bits in the file.
+            assert (low, high) == pytest.approx((wanted.norm.vmin, wanted.norm.vmax), rel=2.0**-10)
+            drawn = button.evaluate("(head) => [...head.firstChild.getContext('2d').getImageData(0, 0, 6, 6).data]")
+            expected = wanted.paint(image)[..., :3].astype(int)
+            colours = np.array(drawn).reshape(6, 6, 4)
+            seen = colours[..., 3] == 255
+            assert (seen == ~np.isnan(image)).all()
+            # One step of the colour map, since numbers are rounded.
+            assert np.abs(colours[..., :3][seen] - expected[seen]).max() <= 4
+    assert "logarithm" in page.tab.inner_text("#map-note")
+    page.close()
+
+
+def test_a_view_that_cannot_be_drawn_says_so_and_the_page_goes_on(browser, tmp_path):
+    page = Page([[Snapshot(views("cable"))]])
+    payload = page.payload()
+    for layer in payload["models"][0]["snapshots"][0]["views"]["content"]:
+        layer["matrix"]["mean"]["text"] = "AAAA"
+    path = tmp_path / "broken.html"
+    path.write_text(document(payload, title="broken"))
+    seen = Seen(browser, path)
+    seen.ready()
+    assert "content of layer 2 cannot be read" in seen.tab.inner_text("#message")
+    assert seen.tab.locator("button.head").count() == 6
+    for what in ("scores", "content", "weights", "content", "bias"):
+        seen.tab.locator(f"#whats label:has(input[value={what}])").click()
+        seen.ready()
+        if what == "content":
+            assert "content of this model cannot be drawn" in seen.tab.inner_text("#message")
+            assert seen.tab.locator("#whats input:checked").get_attribute("value") != "content"
+        else:
+            assert seen.tab.evaluate("state.what") == what
+            assert seen.tab.locator("canvas.map").is_visible()
+    seen.close()
 
 
 def test_heads_are_sorted_by_what_is_asked_for(browser, tmp_path):

@@ -14,8 +14,8 @@ from model_kit import loud_model, tokens
 import lengthwise as lw
 from lengthwise.inspect import position_maps
 from lengthwise.views.page import Page
-from lengthwise.views.page.document import SCRIPTS, STATIC, as_data, document, policy
-from lengthwise.views.page.numbers import packed
+from lengthwise.views.page.html import SCRIPTS, STATIC, as_data, document, policy
+from lengthwise.views.page.payload import packed
 
 
 def unpacked(said: dict) -> np.ndarray:
@@ -117,7 +117,7 @@ def test_a_page_is_written_once_and_shows_itself_in_a_notebook_cut_off_from_it(t
     maps.page().save(path, force=True)
     with pytest.raises(ValueError, match=r"must end in \.html"):
         maps.page().save(tmp_path / "heads.png")
-    with pytest.raises(ValueError, match="needs one view"):
+    with pytest.raises(ValueError, match="at least one view"):
         Page([])
     shown = maps._repr_html_()
     assert 'sandbox="allow-scripts"' in shown

@@ -1,6 +1,7 @@
 """The page as it looks: `make screenshots` keeps these pictures in docs/; every run makes them, to see that it can."""
 
 import codecs
+import json
 import os
 import this
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 import torch
 from browser_kit import Seen, needs_chromium, open_browser
 from PIL import Image
+from test_serve import Served, make_checkpoint
 
 from lengthwise.data import load_tokenizer
 from lengthwise.inspect import position_views
@@ -78,3 +80,35 @@ def test_the_page_is_drawn_in_light_in_dark_with_two_models_and_on_a_phone(tmp_p
         seen.go(310, 120)
         take(seen, folder / "page-phone.png")
         seen.close()
+
+
+def make_run(folder: Path, encoding: str) -> None:
+    """A finished run: a small model with loud weights, and losses that fall."""
+    make_checkpoint(folder / "final", encoding)
+    (folder / "final" / "seal.json").write_text('{"sha256": {}}')
+    (folder / "config.yaml").write_text(f"encoding: {encoding}\nsteps: 2000\ndata: stdlib\n")
+    losses = [{"step": step, "loss": 2.2 + 3.5 * 0.997**step} for step in range(0, 2001, 20)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in losses))
+
+
+def test_the_served_page_opens_on_heads_with_runs_and_a_study_as_cards(tmp_path):
+    for encoding in ("cable", "kerple"):
+        make_run(tmp_path / f"{encoding}-nano", encoding)
+    rows = [
+        {"encoding": name, "values": {"128": x, "512": x + 1, "2048": x + 4}} for name, x in (("a", 9.5), ("b", 9.7))
+    ]
+    study = {"metric": "perplexity", "train_length": 128, "rows": rows}
+    (tmp_path / "study.json").write_text(json.dumps(study))
+    served = Served(tmp_path)
+    with open_browser() as browser:
+        seen = Seen(browser, f"http://127.0.0.1:{served.port}/")
+        seen.tab.wait_for_selector("button.head")
+        # Not into docs/: these losses and perplexities are nobody's.
+        take(seen, tmp_path / "serve.png")
+        assert seen.texts(".card h3") == [
+            "cable-nano",
+            "kerple-nano",
+            f"{tmp_path.name}: perplexity by length, trained at 128",
+        ]
+        seen.close()
+    served.close()

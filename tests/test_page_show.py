@@ -11,6 +11,7 @@ from test_serve import make_checkpoint
 from lengthwise.cli import main
 from lengthwise.inspect import load_maps, position_maps
 from lengthwise.model import LengthwiseForCausalLM
+from lengthwise.model.modeling import LengthwiseModel
 
 ROOT = Path(__file__).parents[1]
 
@@ -64,21 +65,32 @@ def test_a_run_brings_its_snapshots(models, tmp_path):
     ("arguments", "words"),
     [
         (["--detail", "3"], r"detail must be LAYER\.HEAD from 1 on"),
-        (["--detail", "9.1"], "Layer 9, Head 1 .* came"),
-        (["--detail", "1.1", "--length", "2500"], "4,194,304 single cells of named heads at most; 1 of 2,500 x 2,500"),
-        (["--heads", "1"], "a page has all heads"),
-        (["--layer", "7"], "layer must be a whole number"),
+        (["--detail", "9.1"], "got Layer 9, Head 1"),
+        (["--detail", "1.1", "--length", "2500"], "at most 4,194,304 single cells, got 1 x 2,500 x 2,500"),
+        (["--heads", "1"], "--heads must be left out for a page"),
+        (["--layer", "last", "--detail", "1.1"], "heads that are on the page, got Layer 1, Head 1"),
+        (["--layer", "7"], "layer must be"),
     ],
 )
-def test_what_cannot_be_put_on_a_page_is_answered_in_words(models, tmp_path, arguments, words):
-    with pytest.raises((ValueError, SystemExit), match=words):
+def test_what_cannot_be_put_on_a_page_is_answered_in_words(models, tmp_path, capsys, arguments, words):
+    with pytest.raises(SystemExit) as ended:
         main(["show", str(models / "model"), "--out", str(tmp_path / "x.html"), *arguments])
+    assert re.search(words, f"{ended.value.code}{capsys.readouterr().err}")
     assert not (tmp_path / "x.html").exists()
 
 
-def test_a_picture_has_no_single_cells(models, tmp_path):
-    with pytest.raises(SystemExit, match="only a page keeps single cells"):
+def test_a_figure_has_no_single_cells(models, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
         main(["show", str(models / "model"), "--out", str(tmp_path / "x.png"), "--detail", "1.1"])
+    assert "only a page has cells" in f"{ended.value.code}{capsys.readouterr().err}"
+
+
+def test_views_and_single_cells_come_from_one_forward_pass(models, tmp_path, monkeypatch):
+    passes = []
+    forward = LengthwiseModel.forward
+    monkeypatch.setattr(LengthwiseModel, "forward", lambda *a, **k: (passes.append(1), forward(*a, **k))[1])
+    main(["show", str(models / "model"), "--out", str(tmp_path / "one.html"), "--length", "41", "--detail", "2.3"])
+    assert len(passes) == 1
 
 
 def test_the_block_of_the_docs_runs(tmp_path, monkeypatch):

@@ -16,9 +16,10 @@ from lengthwise.cli import main
 from lengthwise.data import load_tokenizer
 from lengthwise.inspect import position_maps
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
-from lengthwise.serve.library import Library
-from lengthwise.serve.looks import LOOKS, Looks
+from lengthwise.model.modeling import LengthwiseAttention
+from lengthwise.serve.catalog import Catalog
 from lengthwise.serve.server import bind, make_server
+from lengthwise.serve.session import LOOKS, LookCancelledError, Progress, Session
 
 LIMIT = 700
 HOSTILE = "<img src=x onerror=alert(1)> and so on, for as long as this text goes on. "
@@ -43,8 +44,8 @@ class Served:
         self.folder = folder
         self.socket = bind(0)
         self.port = self.socket.getsockname()[1]
-        self.looks = Looks(Library([str(folder)]), limit=LIMIT)
-        self.server = make_server(self.looks)
+        self.session = Session(Catalog([str(folder)]), limit=LIMIT)
+        self.server = make_server(self.session)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True)
         self.thread.start()
 
@@ -60,9 +61,10 @@ class Served:
     def look(self, expect: int = 200, **wanted: object) -> dict:
         asked = {"model": "kerple-tiny", "layer": "all", "text": None, "length": None if "text" in wanted else 31}
         asked |= wanted
-        answer, found = self.ask("POST", "/api/look", json.dumps(asked), Content_Type="application/json")
-        assert answer.status == expect, found[:300]
-        return json.loads(found)
+        answer, body = self.ask("POST", "/api/look", json.dumps(asked), Content_Type="application/json")
+        assert answer.status == expect, body[:300]
+        last = json.loads(body.splitlines()[-1])
+        return last["model"] if expect == 200 else last
 
     def cells(self, key: str, **asked: object):
         query = {"look": key, "what": "scores", "layer": 1, "head": 2, "i": 3, "j": 0, "rows": 2, "columns": 5} | asked
@@ -97,9 +99,21 @@ def test_what_there_is_to_choose_is_listed_with_runs_and_studies(served):
     assert said["limit"] == LIMIT
     assert [group["label"] for group in said["groups"]][:2] == ["runs", "checkpoints"]
     assert said["groups"][1]["names"] == ["cable-tiny", "kerple-tiny"]
-    runs, study = said["tables"]
-    assert runs["rows"] == [["half-run", "alibi", "1,200", "3.500", "stopped"]]
+    (run,), (study,) = said["runs"], said["studies"]
+    shown = [run[name] for name in ("name", "encoding", "step", "loss", "state", "finished")]
+    assert shown == ["half-run", "alibi", 1200, "3.500", "stopped", False]
     assert study["rows"] == [["<b>kerple</b>", "17.25", "-"]]
+
+
+def test_a_run_that_diverged_and_one_that_cannot_be_read_are_cards_too(tmp_path):
+    for name, line in (("diverged", '{"step": 9, "loss": NaN}\n'), ("damaged", "nonsense\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text("encoding: alibi\n")
+        (tmp_path / name / "metrics.jsonl").write_text(line)
+    damaged, diverged = Catalog([str(tmp_path)]).cards()["runs"]
+    assert "cannot be read: " in damaged["state"]
+    assert (diverged["loss"], diverged["losses"]) == ("nan", [])
+    json.dumps([damaged, diverged], allow_nan=False)
 
 
 def test_single_cells_of_any_head_are_those_of_the_tensors(served):
@@ -117,14 +131,14 @@ def test_single_cells_of_any_head_are_those_of_the_tensors(served):
 @pytest.mark.parametrize(
     ("wanted", "status", "words"),
     [
-        ({"text": "   "}, 400, "a text must have a word at least"),
-        ({"text": "x" * (LIMIT + 1)}, 400, "may have 700 tokens here; this one has 701"),
-        ({"length": LIMIT + 1}, 400, "from 1 to 700 tokens here; 701 came"),
+        ({"text": "   "}, 400, "must have at least one word"),
+        ({"text": "x" * (LIMIT + 1)}, 400, "at most 700 tokens here, got 701"),
+        ({"length": LIMIT + 1}, 400, "from 1 to 700 tokens here, got 701"),
         ({"length": 0}, 400, "from 1 to 700 tokens"),
-        ({"length": "9"}, 400, "needs a model"),
-        ({"model": "kerple-tinny"}, 404, "'kerple-tinny' is not"),
-        ({"model": "../secret.txt"}, 404, "must be one that is offered"),
-        ({"model": "/etc"}, 404, "must be one that is offered"),
+        ({"length": "9"}, 400, "must have a model"),
+        ({"model": "kerple-tinny"}, 404, "got 'kerple-tinny'"),
+        ({"model": "../secret.txt"}, 404, "must be one that is offered now"),
+        ({"model": "/etc"}, 404, "must be one that is offered now"),
         ({"layer": "3"}, 400, "layer 'all' or 'last'"),
     ],
 )
@@ -135,13 +149,13 @@ def test_a_look_that_cannot_be_had_is_answered_in_words(served, wanted, status, 
 @pytest.mark.parametrize(
     ("asked", "status", "words"),
     [
-        ({"look": "unknown"}, 404, "not kept any more"),
-        ({"what": "profile"}, 400, "Those are maps"),
-        ({"what": "passwords"}, 400, "what must be a view"),
-        ({"layer": 7}, 400, "Layer 8, Head 3 (indices 7, 2) came"),
-        ({"rows": 31, "i": 9}, 400, "rows must be some of 0 to 31"),
-        ({"rows": "1e9"}, 400, "rows must be a whole number"),
-        ({"rows": 900000, "columns": 900000}, 400, "cells at most"),
+        ({"look": "unknown"}, 404, "not in memory any more"),
+        ({"what": "profile"}, 400, "what must be"),
+        ({"what": "passwords"}, 400, "what must be one of bias"),
+        ({"layer": 7}, 400, "Layer 8, Head 3"),
+        ({"rows": 31, "i": 9}, 400, "rows must be"),
+        ({"rows": "1e9"}, 400, "rows must be an int"),
+        ({"rows": 900000, "columns": 900000}, 400, "524,288 cells"),
     ],
 )
 def test_cells_that_cannot_be_had_are_answered_in_words(served, asked, status, words):
@@ -175,10 +189,10 @@ def test_looks_are_kept_for_two_viewers_at_once_but_not_for_ever(served):
 
 def test_a_run_that_disappears_is_answered_in_words(tmp_path):
     make_checkpoint(tmp_path / "model", "alibi")
-    shown = Looks(Library([str(tmp_path)]))
+    session = Session(Catalog([str(tmp_path)]))
     shutil.rmtree(tmp_path / "model")
-    with pytest.raises(LookupError, match="not any more"):
-        shown.look("model", layer="all", text=None, length=9)
+    with pytest.raises(LookupError, match="one that is offered now"):
+        session.look("model", layer="all", text=None, length=9)
 
 
 def test_only_this_machine_under_its_own_names_is_answered(served):
@@ -257,11 +271,136 @@ def test_a_connection_that_says_nothing_is_closed_after_ten_seconds(served):
         assert connection.recv(1) == b""
 
 
-def test_a_port_in_use_and_a_folder_without_models_are_answered_on_the_terminal(served, tmp_path):
-    with pytest.raises(SystemExit, match=f"port {served.port} must be free"):
-        main(["serve", "--port", str(served.port)])
-    with pytest.raises(SystemExit, match="holds none"):
-        main(["serve", str(tmp_path)])
+@pytest.mark.parametrize(
+    ("option", "words"), [("port", "port must be free, got {0.port}"), ("folder", "which has none")]
+)
+def test_a_port_in_use_and_a_folder_without_models_are_answered_on_the_terminal(
+    served, tmp_path, capsys, option, words
+):
+    arguments = {"port": ["--port", str(served.port)], "folder": [str(tmp_path)]}[option]
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", *arguments])
+    assert words.format(served) in f"{ended.value.code}{capsys.readouterr().err}"
+
+
+class Slow:
+    """A model whose last layer waits at a gate, so that a test can see a look in the middle."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.entered, self.gate = threading.Event(), threading.Event()
+        forward = LengthwiseAttention.forward
+
+        def slow(layer, *arguments, **options):
+            if layer.layer_idx == 1:
+                self.entered.set()
+                assert self.gate.wait(30)
+            return forward(layer, *arguments, **options)
+
+        monkeypatch.setattr(LengthwiseAttention, "forward", slow)
+
+
+def wanted_look(**options: object) -> str:
+    return json.dumps({"model": "kerple-tiny", "layer": "all", "text": None, "length": 31} | options)
+
+
+def begin_look(served: Served) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    connection.request("POST", "/api/look", wanted_look(), {"Content-Type": "application/json"})
+    return connection, connection.getresponse()
+
+
+def test_a_look_reports_its_layers_as_they_are_done(served, monkeypatch):
+    slow = Slow(monkeypatch)
+    connection, answer = begin_look(served)
+    lines = [json.loads(answer.readline())]
+    while lines[-1]["done"] < 1:
+        lines.append(json.loads(answer.readline()))
+    assert lines[-1] == {"done": 1, "layers": 2}
+    assert not slow.gate.is_set()
+    slow.gate.set()
+    assert json.loads(answer.read().splitlines()[-1])["model"]["encoding"] == "kerple"
+    connection.close()
+
+
+def test_a_look_that_nobody_waits_for_ends_and_the_next_is_computed(served, monkeypatch):
+    slow = Slow(monkeypatch)
+    ends = []
+    look = Session.look
+
+    def watched_look(session, *arguments, **options):
+        try:
+            return look(session, *arguments, **options)
+        except LookCancelledError:
+            ends.append("cancelled")
+            raise
+
+    monkeypatch.setattr(Session, "look", watched_look)
+    connection, answer = begin_look(served)
+    assert slow.entered.wait(30)
+    answer.close()
+    connection.close()
+    time.sleep(0.5)
+    slow.gate.set()
+    assert served.look(model="cable-tiny")["encoding"] == "cable"
+    assert ends == ["cancelled"]
+
+
+def test_a_look_is_cancelled_before_its_next_module_and_while_it_waits_for_its_turn(served):
+    wanted = {"layer": "all", "text": None, "length": 31}
+    progress = Progress()
+    progress.cancel()
+    with pytest.raises(LookCancelledError):
+        served.session.look("kerple-tiny", **wanted, progress=progress)
+    assert progress.done == 0
+    with served.session._turn, pytest.raises(LookCancelledError):
+        served.session.look("kerple-tiny", **wanted, progress=progress)
+    assert served.look()["encoding"] == "kerple"
+
+
+def test_an_error_in_the_middle_of_a_look_is_its_last_line(served, monkeypatch):
+    def fail(*arguments, **options):
+        time.sleep(0.3)
+        raise NotImplementedError("this layer cannot be drawn")
+
+    monkeypatch.setattr("lengthwise.serve.session.training_snapshots", fail)
+    answer, body = served.ask("POST", "/api/look", wanted_look(), Content_Type="application/json")
+    assert answer.status == 200
+    assert "this layer cannot be drawn" in json.loads(body.splitlines()[-1])["error"]
+    assert b"Traceback" not in body
+
+
+@needs_chromium
+def test_in_a_browser_it_opens_on_heads_and_a_look_shows_progress_and_can_be_stopped(served, monkeypatch):
+    with open_browser() as browser:
+        own = Served(served.folder)
+        seen = Seen(browser, f"http://127.0.0.1:{own.port}/")
+        tab = seen.tab
+        tab.wait_for_selector("button.head")
+        seen.ready()
+        assert tab.inner_text("#title") == "cable (cable-tiny)"
+        assert tab.locator("button.head").count() == 3, "the last layer alone, to be quick"
+        assert tab.locator(".card.run").count() == 1
+        assert "step 1,200" in tab.inner_text(".card.run")
+        assert "<b>kerple</b>" in tab.inner_text(".card.study")
+        assert not tab.is_visible("#progress")
+
+        slow = Slow(monkeypatch)
+        tab.select_option("#first", "kerple-tiny")
+        tab.select_option("#layers", "all")
+        tab.click("#look")
+        tab.locator("#progress-text", has_text="1 of 2 layers").wait_for()
+        assert "kerple-tiny" in tab.inner_text("#progress")
+        tab.click("#stop")
+        tab.wait_for_selector("#progress", state="hidden")
+        assert not tab.is_visible("#message")
+        assert tab.inner_text("#title") == "cable (cable-tiny)", "what was there stays"
+        slow.gate.set()
+        tab.click("#look")
+        tab.locator("#title", has_text="kerple (kerple-tiny)").wait_for()
+        seen.ready()
+        assert tab.locator("button.head").count() == 6
+        seen.close()
+        own.close()
 
 
 @needs_chromium
@@ -270,17 +409,19 @@ def test_in_a_browser_a_text_is_typed_and_two_live_models_are_seen_cell_by_cell(
         own = Served(served.folder)
         seen = Seen(browser, f"http://127.0.0.1:{own.port}/")
         tab = seen.tab
-        tab.wait_for_selector("#first option[value='cable-tiny']", state="attached")
+        tab.wait_for_selector("button.head")
+        seen.ready()
         tab.select_option("#reads", "text")
         tab.click("#look")
         tab.wait_for_selector("#message:not([hidden])")
-        assert "a text must have a word at least" in tab.inner_text("#message")
+        assert "must have at least one word" in tab.inner_text("#message")
         seen.faults.clear()
         tab.select_option("#first", "kerple-tiny")
         tab.select_option("#second", "cable-tiny")
         tab.fill("#words", HOSTILE * 9)
+        tab.select_option("#layers", "all")
         tab.click("#look")
-        tab.wait_for_selector("button.head")
+        tab.locator("#title", has_text=" and ").wait_for()
         seen.ready()
         assert tab.inner_text("#title") == "kerple (kerple-tiny) and cable (cable-tiny)"
         assert not tab.is_visible("#message")
@@ -292,8 +433,7 @@ def test_in_a_browser_a_text_is_typed_and_two_live_models_are_seen_cell_by_cell(
         ids = torch.tensor([load_tokenizer("bytes")(HOSTILE * 9)["input_ids"]])
         wanted = position_maps(model, ids, -1, "scores", resolution=ids.shape[1]).values[0, 600, 333]
         assert seen.read("scores") == pytest.approx(float(wanted), rel=1e-5)
-        tab.locator("#tables summary").click()
-        assert "<b>kerple</b>" in tab.inner_text("#tables")
+        assert "<b>kerple</b>" in tab.inner_text("#cards")
         assert all(url.startswith(f"http://127.0.0.1:{own.port}/") for url in seen.requests)
         own.close()
         tab.click("#look")

@@ -13,7 +13,7 @@ from train_kit import assert_same_run, in_processes, numbers, small_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lengthwise.cli import main
-from lengthwise.data.batches import document_positions
+from lengthwise.data.tokens import document_positions
 from lengthwise.model import PRESETS, LengthwiseForCausalLM
 from lengthwise.runs import Run, RunWriter
 from lengthwise.train import RECIPES, TrainConfig, train
@@ -162,18 +162,18 @@ def test_a_terminal_has_a_bar_and_anything_else_a_line_now_and_then(monkeypatch,
 
 def test_a_run_tells_whether_it_is_written_or_finished(tmp_path):
     folder = tmp_path / "run"
-    with pytest.raises(FileNotFoundError, match=r"a run is a folder with config\.yaml"):
+    with pytest.raises(FileNotFoundError, match=r"a run must be a folder with config\.yaml"):
         Run(folder)
     with RunWriter(folder) as writer:
         writer.write_config({"a": 1})
         run = Run(folder)
         assert run.is_being_written
         assert not run.is_finished
-        with pytest.raises(FileNotFoundError, match=r"must be finished .* Wait for it"):
+        with pytest.raises(FileNotFoundError, match=r"must be finished .* is being trained"):
             _ = run.final
     assert not run.is_being_written
     assert run.config == {"a": 1}
-    with pytest.raises(FileNotFoundError, match="Go on with: lengthwise train --resume"):
+    with pytest.raises(FileNotFoundError, match="resume it with lengthwise train --resume"):
         _ = run.final
 
 

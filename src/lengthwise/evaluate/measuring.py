@@ -15,7 +15,7 @@ from lengthwise.evaluate.task_scores import TaskScore, score_task, task_rows
 from lengthwise.evaluate.text import Text, read_text
 from lengthwise.evaluate.windows import Protocol
 from lengthwise.runs import Run
-from lengthwise.views.canvas import save_picture
+from lengthwise.views.style import save_picture
 
 TEXT_TOKENS = 2**20
 """Tokens read of a text, unless the windows need more."""

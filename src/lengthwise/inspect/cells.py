@@ -20,11 +20,24 @@ KINDS = ("bias", "content", "scores", "weights")
 class Cells:
     """The numbers of one sequence, by layer and head."""
 
-    def __init__(self, records: Iterable[Record]) -> None:
-        # Values and outputs have been held against each other and are not looked at again.
-        self._records = {
-            one.layer: replace(one, v=one.v[..., :0].clone(), out=one.out[..., :0].clone()) for one in records
-        }
+    def __init__(self, records: Iterable[Record] = ()) -> None:
+        self._records: dict[int, Record] = {}
+        for record in records:
+            self.add(record)
+
+    def add(self, record: Record) -> None:
+        """Keep what the first sequence needs; values and outputs were verified and are not needed again."""
+        mask = record.mask
+        self._records[record.layer] = replace(
+            record,
+            q=record.q[:1].clone(),
+            k=record.k[:1].clone(),
+            v=record.v[:1, ..., :0].clone(),
+            out=record.out[:1, ..., :0].clone(),
+            bias=None if record.bias is None else record.bias.first_sequence(),
+            mask=lambda rows, columns: mask(rows, columns)[:1],
+            rotated=None,
+        )
 
     @torch.no_grad()
     def part(self, what: What, layer: int, head: int, rows: slice, columns: slice) -> Float[Tensor, "row column"]:
@@ -41,6 +54,11 @@ class Cells:
         block = record.block(rows, slice(0, keys))
         may = block.may[0, 0].expand(rows.stop - rows.start, keys)
         return self._of(block, what, record)[0, head].masked_fill(~may, torch.nan)[:, columns].float()
+
+    def whole(self, what: What, layer: int, head: int) -> Float[Tensor, "query key"]:
+        """Every number of one head."""
+        _, _, queries, keys = self.record(layer, head).shape
+        return self.part(what, layer, head, slice(0, queries), slice(0, keys))
 
     def record(self, layer: int, head: int) -> Record:
         """What a layer was given, or an error."""

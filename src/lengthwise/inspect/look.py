@@ -1,7 +1,7 @@
 """Position maps of any model: one forward pass, watched, and every layer reduced as it goes by."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal, get_args
 
 from jaxtyping import Int
@@ -13,7 +13,8 @@ from lengthwise.inspect.families.route import Route
 from lengthwise.inspect.proof import watched
 from lengthwise.inspect.record import Record
 from lengthwise.inspect.reduce import Shown, Wish, layer_maps
-from lengthwise.views.maps import WHATS, LayerMap, PositionMaps, What
+from lengthwise.views import PositionMaps
+from lengthwise.views.maps import WHATS, LayerMap, What
 
 ROUTES = (ours, bloom, mpt, falcon, interface)
 """Asked in turn: a family of its own before the interface that most follow."""
@@ -75,8 +76,13 @@ def position_views(
     attention_mask: Tensor | None = None,
     decoder_input_ids: Ids | None = None,
     tokens: Sequence[str] | None = None,
+    on_record: Callable[[Record], None] | None = None,
 ) -> dict[What, PositionMaps]:
-    """Several maps from one forward pass, by name; with no `whats` all that the model has. Else as `position_maps`."""
+    """Several maps from one forward pass, by name; with no `whats` all that the model has. Else as `position_maps`.
+
+    `on_record` is called with each layer's record once the layer is summarised: to count layers, to store single
+    numbers (`Cells.add`), or to stop by an exception.
+    """
     for what in WHATS if whats is None else whats:
         check_choice("what", what, WHATS, "See position_maps.")
     check_choice("shown", shown, get_args(Shown), "One sequence, or all of them.")
@@ -100,6 +106,8 @@ def position_views(
             raise ValueError(no_bias(name, route.encoding, part))
         for what, one in layer_maps(record, asked, Wish(shown, side)).items():
             found.setdefault(what, []).append(one)
+        if on_record is not None:
+            on_record(record)
 
     watched(model, route, inputs, see, lambda layer, of: of == part and layer in layers)
     _check_seen(found, layers, name, part)

@@ -1,9 +1,9 @@
-"""A run is a folder, and this is the only place that reads and writes one.
+"""A run is a folder; only this package reads and writes it.
 
-config.yaml         everything that the run was started with; `lengthwise train --config` repeats it
+config.yaml         the whole config of the run; `lengthwise train --config` repeats it
 metrics.jsonl       one JSON object a step: step, loss, tokens, seconds, lr, gradient, and held_out at some
-checkpoints/        step-00000100/ and so on: what `--resume` needs, the last few of them
-maps/               snapshots of the position maps, if they were asked for
+checkpoints/        step-00000100/ and so on: the last few, for `--resume`
+maps/               snapshots of the position maps, with --maps-every
 final/              the trained model with its tokenizer, as `save_pretrained` writes it
 """
 

@@ -1,4 +1,4 @@
-"""A run's folder as it is read: by evaluation, pictures, studies and the server."""
+"""Reading the folder of a run: for evaluation, figures, studies and the server."""
 
 import fcntl
 import json
@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from lengthwise.errors import describe
 from lengthwise.runs.sealed import is_sealed
 
 CONFIG, METRICS, CHECKPOINTS, MAPS, FINAL, LOCK = (
@@ -21,13 +22,13 @@ CONFIG, METRICS, CHECKPOINTS, MAPS, FINAL, LOCK = (
 
 
 class Run:
-    """One run. Nothing is read until it is asked for, and everything anew each time: a run may be going on."""
+    """One run. Everything is read on access and anew each time, since a run may still be training."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         if not (self.folder / CONFIG).is_file():
             raise FileNotFoundError(
-                f"a run is a folder with {CONFIG}; {self.folder} has none. Name the folder given as --out."
+                f"a run must be a folder with {CONFIG}, the one given as --out, got {self.folder}, which has none"
             )
 
     @staticmethod
@@ -40,12 +41,12 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The folder's own name."""
+        """The name of the folder."""
         return self.folder.resolve().name
 
     @property
     def config(self) -> dict[str, Any]:
-        """What the run was started with."""
+        """The config that the run was started with."""
         return read_config(self.folder / CONFIG)
 
     @property
@@ -55,7 +56,7 @@ class Run:
 
     @property
     def checkpoints(self) -> list[Path]:
-        """The checkpoints that were written to their end, oldest first."""
+        """The checkpoints that are complete, oldest first."""
         return sorted(path for path in (self.folder / CHECKPOINTS).glob("step-*") if is_sealed(path))
 
     @property
@@ -63,8 +64,8 @@ class Run:
         """The trained model's folder, for from_pretrained; an error while there is none."""
         if not self.is_finished:
             raise FileNotFoundError(
-                f"{self.folder} must be finished to have a final model; it is not. "
-                + ("Wait for it." if self.is_being_written else "Go on with: lengthwise train --resume --out ...")
+                f"a run must be finished to have a final model, got {self.folder}, which "
+                + ("is being trained" if self.is_being_written else "is not; resume it with lengthwise train --resume")
             )
         return self.folder / FINAL
 
@@ -84,7 +85,7 @@ class Run:
 
     @property
     def is_being_written(self) -> bool:
-        """Whether a process is writing to it now; the lock ends with its process, however that ends."""
+        """Whether a process is writing to it now; the lock ends with the process, in whatever way it ends."""
         lock = self.folder / LOCK
         if not lock.exists():
             return False
@@ -99,16 +100,16 @@ class Run:
 def read_config(path: Path) -> dict[str, Any]:
     """A config file; only plain values, never objects."""
     try:
-        found = yaml.safe_load(path.read_text())
+        config = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} must be YAML of plain values; it cannot be read: {error}. Mend it.") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must have a value for each name; it has a {type(found).__name__}. Mend it.")
-    return found
+        raise ValueError(f"{path} must be YAML of plain values, got what cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must be a YAML mapping from names to values, got {describe(config)}")
+    return config
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a metrics file that are whole."""
+    """The complete lines of a metrics file."""
     if not path.exists():
         return
     with path.open() as file:
@@ -117,6 +118,4 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
                 try:
                     yield json.loads(line)
                 except json.JSONDecodeError:
-                    raise ValueError(
-                        f"{path} must have one JSON object a line; {line[:60]!r} is none. Remove that line."
-                    ) from None
+                    raise ValueError(f"{path} must have one JSON object a line, got {line[:60]!r}") from None

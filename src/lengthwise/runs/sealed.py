@@ -1,8 +1,8 @@
-"""Folders that are there whole or not at all, whatever happens while they are written.
+"""Folders that are complete or absent, whatever happens while they are written.
 
-A folder is filled under another name; every file is hashed and brought to disk, SEAL with the hashes last; then it is
-renamed, which is atomic, and the rename is brought to disk. A folder under its own name is whole; that it still is,
-the hashes tell.
+A folder is filled under another name; every file is hashed and flushed to disk, SEAL with the hashes last; then it is
+renamed, which is atomic, and the rename is flushed to disk. A folder under its own name was complete; the hashes show
+whether it still is.
 """
 
 import json
@@ -18,7 +18,7 @@ PARTIAL, DAMAGED, OLD = ".partial", ".damaged", ".old"
 
 
 def begin(target: Path) -> Path:
-    """An empty folder in which to write what will be `target`."""
+    """An empty folder to fill, which `seal` will rename to `target`."""
     partial = target.with_name(target.name + PARTIAL)
     discard(partial)
     partial.mkdir(parents=True)
@@ -26,46 +26,46 @@ def begin(target: Path) -> Path:
 
 
 def seal(partial: Path, note: dict[str, Any]) -> Path:
-    """Bring a filled folder to disk under its own name, with a note in its seal."""
+    """Flush a filled folder to disk and give it its own name, with a note in its seal."""
     hashes = {}
     for path in sorted(p for p in partial.rglob("*") if p.is_file()):
-        _to_disk(path)
+        _flush(path)
         hashes[path.relative_to(partial).as_posix()] = file_hash(path)
     (partial / SEAL).write_text(json.dumps({**note, "sha256": hashes}, indent=1) + "\n")
-    _to_disk(partial / SEAL)
+    _flush(partial / SEAL)
     for folder in [*(p for p in partial.rglob("*") if p.is_dir()), partial]:
-        _to_disk(folder)
+        _flush(folder)
     target = partial.with_name(partial.name.removesuffix(PARTIAL))
     os.rename(partial, target)
-    _to_disk(target.parent)
+    _flush(target.parent)
     return target
 
 
 def is_sealed(folder: Path) -> bool:
-    """Whether a folder was written to its end."""
+    """Whether a folder was completed."""
     return not folder.name.endswith((PARTIAL, DAMAGED, OLD)) and (folder / SEAL).is_file()
 
 
 def read_seal(folder: Path) -> dict[str, Any]:
-    """The note and the hashes of a folder; a ValueError that says what is wrong if it is not whole any more."""
+    """The note and the hashes of a folder; a ValueError with the reason if it is damaged."""
     try:
-        found: dict[str, Any] = json.loads((folder / SEAL).read_text())
-        hashes = found["sha256"].items()
+        contents: dict[str, Any] = json.loads((folder / SEAL).read_text())
+        hashes = contents["sha256"].items()
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise ValueError(f"its seal cannot be read ({type(error).__name__}: {error})") from None
-    for name, wanted in hashes:
+    for name, expected in hashes:
         path = folder / name
         if not path.resolve().is_relative_to(folder.resolve()):
             raise ValueError(f"its seal names {name!r}, which is outside of it")
         if not path.is_file():
             raise ValueError(f"{name} is missing")
-        if file_hash(path) != wanted:
-            raise ValueError(f"the checksum of {name} is not the one in its seal")
-    return found
+        if file_hash(path) != expected:
+            raise ValueError(f"the checksum of {name} differs from that in its seal")
+    return contents
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder, so that a kill on the way leaves nothing under its own name."""
+    """Remove a folder so that a kill meanwhile leaves nothing under its own name."""
     if folder.exists():
         old = folder.with_name(folder.name + OLD)
         shutil.rmtree(old, ignore_errors=True)
@@ -73,7 +73,7 @@ def discard(folder: Path) -> None:
         shutil.rmtree(old)
 
 
-def _to_disk(path: Path) -> None:
+def _flush(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

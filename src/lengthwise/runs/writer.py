@@ -1,4 +1,4 @@
-"""A run's folder as it is written: by one process at a time, and so that nothing is lost or half there."""
+"""Writing the folder of a run: by one process at a time, and so that nothing is lost or incomplete."""
 
 import errno
 import fcntl
@@ -21,7 +21,7 @@ from lengthwise.runs.sealed import DAMAGED, OLD, PARTIAL, begin, discard, is_sea
 
 log = logging.getLogger(__name__)
 PATIENCE = 1.0
-"""Seconds to wait for a lock: a reader that looks whether it is held holds it for a moment itself."""
+"""Seconds to wait for the lock: a reader that checks whether it is held holds it for a moment itself."""
 
 
 class RunWriter:
@@ -31,28 +31,29 @@ class RunWriter:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = (self.folder / LOCK).open("a")
-        if not self._locked():
+        if not self._try_lock():
             self._lock.close()
             raise BlockingIOError(
-                f"a run's folder has one writer at a time; another process is writing to {self.folder}. "
-                "Wait for it, or choose another --out."
+                f"a run must have one writer at a time, got {self.folder}, which another process is writing to; wait "
+                "for it, or choose another --out"
             )
-        for left in [*(self.folder / CHECKPOINTS).glob(f"*{PARTIAL}"), *(self.folder / CHECKPOINTS).glob(f"*{OLD}")]:
-            shutil.rmtree(left)
+        checkpoints = self.folder / CHECKPOINTS
+        for leftover in [*checkpoints.glob(f"*{PARTIAL}"), *checkpoints.glob(f"*{OLD}")]:
+            shutil.rmtree(leftover)
         self._metrics = self._open_metrics()
 
     def _open_metrics(self) -> FileIO:
-        # Unbuffered, so that a line which could not be written is not tried again when the file is closed.
+        # Unbuffered, so that a line which could not be written is not written again when the file is closed.
         return open(self.folder / METRICS, "ab", buffering=0)
 
-    def _locked(self) -> bool:
-        until = time.monotonic() + PATIENCE
+    def _try_lock(self) -> bool:
+        deadline = time.monotonic() + PATIENCE
         while True:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return True
             except OSError:
-                if time.monotonic() > until:
+                if time.monotonic() > deadline:
                     return False
                 time.sleep(0.05)
 
@@ -66,7 +67,7 @@ class RunWriter:
         self._lock.close()
 
     def write_config(self, config: dict[str, Any]) -> None:
-        """Keep what the run was started with."""
+        """Write the config that the run was started with."""
         write_atomic(self.folder / CONFIG, yaml.safe_dump(config, sort_keys=False))
 
     def log(self, line: dict[str, Any]) -> None:
@@ -76,11 +77,11 @@ class RunWriter:
             raise OSError(errno.ENOSPC, f"no room for another line of {METRICS}", str(self.folder))
 
     def cut(self, step: int) -> None:
-        """Remove every line of the metrics, and every map, that is after a step: they will come again."""
-        kept = [line for line in read_metrics(self.folder / METRICS) if line["step"] <= step]
+        """Remove all metrics and maps after a step: training will write them again."""
+        lines = [line for line in read_metrics(self.folder / METRICS) if line["step"] <= step]
         with replacing(self.folder / METRICS) as partial:
             with partial.open("w") as file:
-                file.writelines(json.dumps(line) + "\n" for line in kept)
+                file.writelines(json.dumps(line) + "\n" for line in lines)
                 file.flush()
                 os.fsync(file.fileno())
             self._metrics.close()
@@ -90,37 +91,37 @@ class RunWriter:
                 path.unlink()
 
     def begin_checkpoint(self, step: int) -> Path:
-        """A folder to fill with the state after a step."""
+        """An empty folder for the state after a step."""
         return begin(self.folder / CHECKPOINTS / f"step-{step:08d}")
 
     def seal_checkpoint(self, partial: Path, note: dict[str, Any], *, keep: int) -> None:
-        """Make a filled folder a checkpoint, and remove all but the last `keep`."""
+        """Complete a checkpoint, and remove all but the last `keep`."""
         os.fsync(self._metrics.fileno())
         seal(partial, note)
         for old in self._checkpoints()[:-keep]:
             discard(old)
 
     def newest_checkpoint(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest checkpoint that is whole, with its note; damaged ones are named and set aside."""
+        """The newest checkpoint that is not damaged, with its note; damaged ones are logged and renamed."""
         damaged = None
         for path in reversed(self._checkpoints()):
             try:
                 return path, read_seal(path)
-            except ValueError as fault:
-                damaged = damaged or fault
-                log.warning("checkpoint %s is damaged: %s. Falling back to the one before it.", path, fault)
-                aside = path.with_name(path.name + DAMAGED)
-                shutil.rmtree(aside, ignore_errors=True)
-                os.rename(path, aside)
+            except ValueError as error:
+                damaged = damaged or error
+                log.warning("checkpoint %s is damaged: %s; falling back to the one before it", path, error)
+                renamed = path.with_name(path.name + DAMAGED)
+                shutil.rmtree(renamed, ignore_errors=True)
+                os.rename(path, renamed)
         if damaged:
             raise ValueError(
-                f"a run to resume must have one whole checkpoint; all of {self.folder} are damaged, the newest because "
-                f"{damaged}. Start again in another folder; the damaged ones are kept beside, named *{DAMAGED}."
+                f"a run to resume must have an intact checkpoint, got {self.folder}, where all are damaged, the newest "
+                f"because {damaged}; start again in another folder (the damaged ones are now named *{DAMAGED})"
             )
         return None
 
     def finish(self, fill: Callable[[Path], None], note: dict[str, Any]) -> None:
-        """Write the final model's folder by a function that fills it."""
+        """Write the folder of the final model, by a function that fills it."""
         partial = begin(self.folder / FINAL)
         fill(partial)
         discard(self.folder / FINAL)

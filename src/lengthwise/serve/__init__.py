@@ -1,5 +1,5 @@
-"""The page over live models: `lengthwise serve`.
+"""`lengthwise serve`: the page over live models.
 
-library.py knows which models there are, looks.py holds what was looked at, app.py answers, limits.py keeps it from
-being overrun, and server.py runs it on this machine alone.
+catalog.py lists the models, session.py computes what is looked at, app.py answers requests, and server.py runs it on
+this machine alone.
 """

@@ -17,8 +17,8 @@ from lengthwise.evaluate.task_scores import task_rows
 from lengthwise.files import write_atomic
 from lengthwise.study.findings import Findings, born
 from lengthwise.study.paper import paper_rows
-from lengthwise.views.canvas import in_few_colours, png
-from lengthwise.views.lines import Line, lines_figure
+from lengthwise.views.line_plot import Line, lines_figure
+from lengthwise.views.style import in_few_colours, png
 
 STYLE = """
 :root{color-scheme:light}body{font:16px/1.55 system-ui,sans-serif;max-width:60rem;margin:3rem auto;padding:0 1.2rem;

@@ -31,7 +31,7 @@ from lengthwise.study.parts import Part, parts
 from lengthwise.study.progress import Progress
 from lengthwise.study.report import write_report
 from lengthwise.study.training import TRAINED_ELSEWHERE, Outcome, train_parts
-from lengthwise.views.canvas import save_picture
+from lengthwise.views.style import save_picture
 
 log = logging.getLogger(__name__)
 MULTIPLES = (1, 2, 4, 8, 16)

@@ -8,7 +8,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from lengthwise.data import Tokens
-from lengthwise.data.batches import document_positions
+from lengthwise.data.tokens import document_positions
 from lengthwise.encodings import Encoding
 from lengthwise.train.config import Settings
 from lengthwise.train.processes import World

@@ -20,7 +20,7 @@ from torch.optim import AdamW
 from transformers import PreTrainedTokenizerFast
 
 from lengthwise.data import Batches, Tokens, load_tokenizer, prepare
-from lengthwise.data.batches import document_positions
+from lengthwise.data.tokens import document_positions
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 from lengthwise.runs import Run, RunWriter
 from lengthwise.train.config import Settings, TrainConfig

@@ -9,51 +9,51 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
-from lengthwise.views.canvas import (
+from lengthwise.views.maps import LayerMap, LayerMaps
+from lengthwise.views.style import (
     GREY,
     LARGE,
     MIDDLE,
     SMALL,
-    Colours,
+    ColourScale,
     axes_at,
-    colours,
+    colour_scale,
+    format_number,
     new_figure,
-    number,
     ticks,
     write,
 )
-from lengthwise.views.maps import LayerMap, PositionMaps
 
 SIDE, LEFT, RIGHT, ABOVE, BELOW = 1.16, 0.34, 0.45, 0.24, 0.22
 """A panel in inches: its side, and the room around it for ticks, colour bar and title."""
 
 RESOLUTION, SMALL_RESOLUTION = 512, 128
-"""How many pixels along a side a panel has at most: no more than a printed page shows."""
+"""How many pixels along a side a panel has at most: as many as a printed page shows."""
 
 GAP = 6
 """White pixels between the small panels."""
 
 
-def grid(maps: PositionMaps, *, heads: Sequence[int] | None = None, shared: bool = False) -> Figure:
+def grid(maps: LayerMaps, *, heads: Sequence[int] | None = None, shared: bool = False) -> Figure:
     """A panel per head of the only layer, each with a colour bar of its own range, or all with one that they share."""
-    (one,) = maps.maps
-    shown = checked_heads(heads, one.heads)
-    images = one.pooled(RESOLUTION).mean.numpy()
+    (layer_map,) = maps.maps
+    shown = checked_heads(heads, layer_map.heads)
+    images = layer_map.pooled(RESOLUTION).mean.numpy()
     log = maps.what == "weights"
-    scale = colours(images[shown], log=log) if shared else None
+    scale = colour_scale(images[shown], log=log) if shared else None
     across = min(len(shown), max(4, math.ceil(math.sqrt(len(shown)))))
     down = -(-len(shown) // across)
     width, height = LEFT + SIDE + RIGHT, ABOVE + SIDE + BELOW
     top, bottom = 0.26, 0.2
     figure = new_figure(across * width, top + down * height + bottom)
-    write(figure, 0.06, 0.06, heading(maps, one), LARGE)
+    write(figure, 0.06, 0.06, heading(maps, layer_map), LARGE)
     for place, head in enumerate(shown):
         row, column = divmod(place, across)
         axes = axes_at(figure, column * width + LEFT, top + row * height + ABOVE, SIDE, SIDE)
         bar = axes_at(figure, column * width + LEFT + SIDE + 0.05, top + row * height + ABOVE, 0.06, SIDE)
-        panel(axes, one, images[head], scale or colours(images[head], log=log), bar)
+        panel(axes, layer_map, images[head], scale or colour_scale(images[head], log=log), bar)
         axes.set_title(f"Head {head + 1}", size=MIDDLE, pad=3)
-        annotate(axes, one, head)
+        annotate(axes, layer_map, head)
         if column == 0:
             axes.set_ylabel("query", size=SMALL, labelpad=1)
         if place + across >= len(shown):
@@ -62,9 +62,9 @@ def grid(maps: PositionMaps, *, heads: Sequence[int] | None = None, shared: bool
     return figure
 
 
-def overview(maps: PositionMaps) -> Figure:
+def overview(maps: LayerMaps) -> Figure:
     """A row per layer, a column per head, every head in its own range, which stands in its corner."""
-    rows = [one.pooled(SMALL_RESOLUTION).mean.numpy() for one in maps.maps]
+    rows = [layer_map.pooled(SMALL_RESOLUTION).mean.numpy() for layer_map in maps.maps]
     down, across = rows[0].shape[1:]
     step = (down + GAP, across + GAP)
     sheet = np.full((len(rows) * step[0], maps.heads * step[1], 4), 255, dtype=np.uint8)
@@ -74,11 +74,11 @@ def overview(maps: PositionMaps) -> Figure:
     axes = axes_at(figure, left, top, maps.heads * side, len(rows) * side)
     for row, images in enumerate(rows):
         for head, image in enumerate(images):
-            scale = colours(image, log=maps.what == "weights")
+            scale = colour_scale(image, log=maps.what == "weights")
             y, x = row * step[0], head * step[1]
             sheet[y : y + image.shape[0], x : x + image.shape[1]] = scale.paint(image)
             if maps.maps[row].causal:
-                ends = f"{number(float(scale.norm.vmax or 0))}\n{number(float(scale.norm.vmin or 0))}"
+                ends = f"{format_number(float(scale.norm.vmax or 0))}\n{format_number(float(scale.norm.vmin or 0))}"
                 axes.text(
                     x + across, y, ends, size=4, color=GREY, ha="right", va="top", linespacing=1.0, parse_math=False
                 )
@@ -90,17 +90,18 @@ def overview(maps: PositionMaps) -> Figure:
     axes.tick_params(length=0, labeltop=True, labelbottom=False, pad=2)
     axes.set_frame_on(False)
     write(figure, 0.06, 0.06, heading(maps, maps.maps[0]), LARGE)
-    said = "query down, key across; in the corner the greatest and the least of each head's colours"
-    said += ", which follow the logarithm" if maps.what == "weights" else ""
-    write(figure, 0.06, top + len(rows) * side + 0.08, said, SMALL, GREY)
+    note = "query down, key across; in the corner the greatest and the least of each head's colours"
+    note += ", which follow the logarithm" if maps.what == "weights" else ""
+    write(figure, 0.06, top + len(rows) * side + 0.08, note, SMALL, GREY)
     return figure
 
 
-def panel(axes: Axes, one: LayerMap, image: np.ndarray, scale: Colours, bar: Axes | None) -> None:
+def panel(axes: Axes, layer_map: LayerMap, image: np.ndarray, scale: ColourScale, bar: Axes | None) -> None:
     """One head: pixels, ticks and colour bar."""
-    pool = max(1, -(-max(one.queries, one.keys) // max(image.shape)))
+    queries, keys = layer_map.queries, layer_map.keys
+    pool = max(1, -(-max(queries, keys) // max(image.shape)))
     down, across = image.shape[0] * pool, image.shape[1] * pool
-    drawn = axes.imshow(
+    pixels = axes.imshow(
         np.ma.masked_invalid(image),
         cmap=scale.map,
         norm=scale.norm,
@@ -111,47 +112,46 @@ def panel(axes: Axes, one: LayerMap, image: np.ndarray, scale: Colours, bar: Axe
         aspect="auto",
         rasterized=True,
     )
-    axes.set_facecolor(scale.nothing)
-    axes.set_xlim(-0.5, one.keys - 0.5)
-    axes.set_ylim(one.queries - 0.5, -0.5)
-    axes.set_xticks(ticks(one.keys))
-    axes.set_yticks(ticks(one.queries))
+    axes.set_facecolor(scale.masked)
+    axes.set_xlim(-0.5, keys - 0.5)
+    axes.set_ylim(queries - 0.5, -0.5)
+    axes.set_xticks(ticks(keys))
+    axes.set_yticks(ticks(queries))
     axes.tick_params(labelsize=SMALL, length=2, width=0.5, pad=1.5)
     for edge in axes.spines.values():
         edge.set_linewidth(0.5)
     if bar is not None:
-        made = axes.figure.colorbar(drawn, cax=bar)
-        made.outline.set_linewidth(0.4)
+        colorbar = axes.figure.colorbar(pixels, cax=bar)
+        colorbar.outline.set_linewidth(0.4)
         if not isinstance(scale.norm, LogNorm):
-            made.locator, made.formatter = MaxNLocator(6), ScalarFormatter()
-            made.formatter.set_powerlimits((-2, 4))
-            made.update_ticks()
-        made.ax.tick_params(labelsize=SMALL, length=1.5, width=0.4, pad=1)
-        made.ax.yaxis.get_offset_text().set(size=SMALL, position=(0, 1))
+            colorbar.locator, colorbar.formatter = MaxNLocator(6), ScalarFormatter()
+            colorbar.formatter.set_powerlimits((-2, 4))
+            colorbar.update_ticks()
+        colorbar.ax.tick_params(labelsize=SMALL, length=1.5, width=0.4, pad=1)
+        colorbar.ax.yaxis.get_offset_text().set(size=SMALL, position=(0, 1))
 
 
-def annotate(axes: Axes, one: LayerMap, head: int) -> None:
+def annotate(axes: Axes, layer_map: LayerMap, head: int) -> None:
     """The two spreads: in the empty half under causality, else above the panel's right corner."""
-    said = [
-        f"context {number(float(one.context_dependence[head]))}",
-        f"diagonals {number(float(one.diagonal_spread[head]))}",
-    ]
-    if one.causal:
-        axes.text(0.97, 0.97, "\n".join(said), transform=axes.transAxes, size=4.8, color=GREY, ha="right", va="top")
+    context, diagonals = (float(x[head]) for x in (layer_map.context_dependence, layer_map.diagonal_spread))
+    note = f"context {format_number(context)}\ndiagonals {format_number(diagonals)}"
+    if layer_map.causal:
+        axes.text(0.97, 0.97, note, transform=axes.transAxes, size=4.8, color=GREY, ha="right", va="top")
     else:
-        axes.text(1.0, 1.01, "\n".join(said), transform=axes.transAxes, size=3.6, color=GREY, ha="right", va="bottom")
+        axes.text(1.0, 1.01, note, transform=axes.transAxes, size=3.6, color=GREY, ha="right", va="bottom")
 
 
-def heading(maps: PositionMaps, one: LayerMap) -> str:
-    """What is drawn, and of what."""
-    of = f"{one.queries} tokens" if one.queries == one.keys else f"{one.queries} x {one.keys} tokens"
-    over = f", mean of {maps.sequences} sequences" if maps.shown == "mean" else ""
-    return f"{maps.title}, {of}{over}"
+def heading(maps: LayerMaps, layer_map: LayerMap) -> str:
+    """The title with the number of tokens."""
+    queries, keys = layer_map.queries, layer_map.keys
+    size = f"{queries} tokens" if queries == keys else f"{queries} x {keys} tokens"
+    mean = f", mean of {maps.sequences} sequences" if maps.shown == "mean" else ""
+    return f"{maps.title}, {size}{mean}"
 
 
-def legend(maps: PositionMaps) -> str:
+def legend(maps: LayerMaps) -> str:
     """What the numbers in the corners mean."""
-    over = f"over {maps.sequences} sequences" if maps.sequences > 1 else "over sequences (only one was seen)"
+    over = f"over {maps.sequences} sequences" if maps.sequences > 1 else "over sequences (there was only one)"
     return (
         f"context: spread {over} at the same query and key, 0 where the tokens do not matter; "
         "diagonals: spread along them, 0 where only distance matters"
@@ -164,9 +164,9 @@ def checked_heads(heads: Sequence[int] | None, count: int) -> list[int]:
     for head in shown:
         if not 0 <= head < count:
             raise ValueError(
-                f"a head must be one of Head 1 to Head {count} (0 to {count - 1} as indices), since there are {count}; "
-                f"Head {head + 1} (index {head}) came. Change it."
+                f"heads must be from Head 1 to Head {count} (0 to {count - 1} as indices), got Head {head + 1} "
+                f"(index {head})"
             )
     if not shown:
-        raise ValueError("heads must name one head at least; none came. Leave it out for all.")
+        raise ValueError("heads must name at least one head, got none; leave it out for all")
     return shown

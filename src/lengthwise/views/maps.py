@@ -1,14 +1,15 @@
-"""The positional part of every head, as numbers: what `inspect` finds, pictures are drawn from, and files keep.
+"""The positional part of every head, as numbers: `inspect` computes it, figures and pages draw it, files keep it.
 
-A map is held as what it is made of. Where there is structure that is a `Bias`, small at any length; where there is
-none it is pooled by tiles, and only `values` fills in a matrix, when asked.
+A map is held as what it is made of. Where it has structure that is a `Bias`, small at any length; where it has none it
+is pooled by tiles, and only `values` fills in a matrix, on request.
+
+These are the data. `PositionMaps` of position_maps.py is the same with its figures, its page and its file.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Self
 
 import torch
 from jaxtyping import Float
@@ -16,11 +17,6 @@ from torch import Tensor
 
 from lengthwise.bias import Bias
 from lengthwise.views.tiles import Tiles, order, tiles_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from lengthwise.views.page import Page
 
 What = Literal["bias", "content", "scores", "weights", "profile"]
 WHATS: tuple[What, ...] = ("bias", "content", "scores", "weights", "profile")
@@ -31,7 +27,7 @@ WHATS: tuple[What, ...] = ("bias", "content", "scores", "weights", "profile")
 class Profile:
     """Mean and spread (standard deviation) by distance = query - key, over all pairs and sequences.
 
-    Column c is distance `first` + c; NaN where no pair of that distance may meet.
+    Column c is distance `first` + c; NaN where every pair of that distance is masked.
     """
 
     first: int
@@ -56,7 +52,7 @@ class LayerMap:
     tiles: Tiles | None
     profile: Profile
     context_dependence: Float[Tensor, " head"]
-    """The spread over sequences at the same query and key, root mean square; NaN where only one sequence was seen."""
+    """The spread over sequences at the same query and key, root mean square; NaN where there was one sequence only."""
     diagonal_spread: Float[Tensor, " head"]
     """The spread along diagonals within a sequence, root mean square: 0 where only the distance matters."""
     kernel: Float[Tensor, "head distance"] | None = None
@@ -68,24 +64,22 @@ class LayerMap:
         return len(self.diagonal_spread)
 
     def pooled(self, resolution: int = 512) -> Tiles:
-        """The map as tiles, at most `resolution` along either side where it is described, else as it was kept."""
+        """The map as tiles, at most `resolution` along either side where it is described, else as it was stored."""
         if self.described is not None:
             return tiles_of(self.described, resolution, causal=self.causal)
         if self.tiles is None:
-            raise ValueError(
-                "a profile has no map to draw; what='profile' came. Draw it with curves(), or ask for another `what`."
-            )
+            raise ValueError("a map must be of bias, content, scores or weights, got a profile; draw it with curves()")
         return self.tiles
 
     @property
     def values(self) -> Float[Tensor, "head query key"]:
-        """Every number, NaN where attention may not look; an error if only tiles were kept."""
+        """Every number, NaN where attention is masked; an error if only tiles were stored."""
         if self.described is None:
             tiles = self.pooled()
             if not tiles.exact:
                 raise ValueError(
-                    f"only tiles of {tiles.pool} x {tiles.pool} were kept of this map of {self.queries} x {self.keys}; "
-                    f"every number was asked for. Give position_maps resolution={max(self.queries, self.keys)}."
+                    f"every number of a map of {self.queries} x {self.keys} needs tiles of 1 x 1, got tiles of "
+                    f"{tiles.pool} x {tiles.pool}; pass resolution={max(self.queries, self.keys)} to position_maps"
                 )
             return tiles.mean
         dense = self.described.dense()[0].float()
@@ -96,8 +90,8 @@ class LayerMap:
 
 
 @dataclass(frozen=True, eq=False)
-class PositionMaps:
-    """The maps of some layers of one model. In a notebook it shows itself."""
+class LayerMaps:
+    """The maps of some layers of one model."""
 
     model: str
     encoding: str
@@ -106,7 +100,7 @@ class PositionMaps:
     part: str = ""
     """"encoder", "decoder" or "cross" in models that have several kinds of attention."""
     sequences: int = 1
-    """How many were seen."""
+    """How many the model read."""
     shown: Literal["first", "mean"] = "first"
     """Whether the map is that of the first sequence or the mean over all."""
     tokens: tuple[str, ...] | None = None
@@ -115,7 +109,7 @@ class PositionMaps:
     @property
     def layers(self) -> tuple[int, ...]:
         """The layers, counted from 0."""
-        return tuple(one.layer for one in self.maps)
+        return tuple(layer_map.layer for layer_map in self.maps)
 
     @property
     def heads(self) -> int:
@@ -124,33 +118,30 @@ class PositionMaps:
 
     def layer(self, number: int) -> LayerMap:
         """The map of one layer, by its number."""
-        for one in self.maps:
-            if one.layer == number:
-                return one
-        raise ValueError(
-            f"layer {number} must be one of those that were looked at, {', '.join(map(str, self.layers))}. "
-            "Ask position_maps for it."
-        )
+        for layer_map in self.maps:
+            if layer_map.layer == number:
+                return layer_map
+        raise ValueError(f"layer must be one of those that were computed, {list(self.layers)}, got {number}")
 
-    def only(self, layer: int | None = None) -> "PositionMaps":
+    def only(self, layer: int | None = None) -> Self:
         """The same with one layer alone, the last if none is named."""
         return replace(self, maps=(self.maps[-1] if layer is None else self.layer(layer),))
 
     @cached_property
     def values(self) -> Tensor:
         """Every number: (head, query, key) for one layer, (layer, head, query, key) for several."""
-        found = [one.values for one in self.maps]
-        return found[0] if len(found) == 1 else torch.stack(found)
+        layers = [layer_map.values for layer_map in self.maps]
+        return layers[0] if len(layers) == 1 else torch.stack(layers)
 
     @property
     def context_dependence(self) -> Float[Tensor, "layer head"]:
         """How far heads follow the tokens: the spread over sequences at the same query and key."""
-        return torch.stack([one.context_dependence for one in self.maps])
+        return torch.stack([layer_map.context_dependence for layer_map in self.maps])
 
     @property
     def diagonal_spread(self) -> Float[Tensor, "layer head"]:
         """How far maps are from uniform diagonals."""
-        return torch.stack([one.diagonal_spread for one in self.maps])
+        return torch.stack([layer_map.diagonal_spread for layer_map in self.maps])
 
     @property
     def title(self) -> str:
@@ -158,53 +149,6 @@ class PositionMaps:
         where = f"{self.part} layer" if self.part else "layer"
         which = f"{where}{'s' * (len(self.maps) > 1)} {_spans(self.layers)}"
         return f"{self.encoding}: {self.what} of {self.model}, {which}"
-
-    def figure(self, layer: int | None = None, *, heads: Sequence[int] | None = None, shared: bool = False) -> "Figure":
-        """A panel per head of one layer, the last if none is named; `shared` gives all one range of colours."""
-        from lengthwise.views.grid import grid
-
-        return grid(self.only(layer), heads=heads, shared=shared)
-
-    def overview(self) -> "Figure":
-        """Every head of every layer in small: a row per layer, a column per head."""
-        from lengthwise.views.grid import overview
-
-        return overview(self)
-
-    def curves(
-        self,
-        layer: int | None = None,
-        *,
-        heads: Sequence[int] | None = None,
-        log: bool = False,
-        spread: bool | None = None,
-    ) -> "Figure":
-        """Mean against distance, a line per head; `spread` shades it, by default where there is any."""
-        from lengthwise.views.curves import curves
-
-        return curves(self.only(layer), heads=heads, log=log, spread=spread)
-
-    def page(self) -> "Page":
-        """All of it as an interactive page: `.save("heads.html")` writes one file that needs no network."""
-        from lengthwise.views.page import Page, Snapshot
-
-        return Page([[Snapshot({self.what: self})]])
-
-    def save(self, path: str | Path) -> Path:
-        """One safetensors file, which `load_maps` reads; described forms stay described."""
-        from lengthwise.views.storage import save_maps
-
-        return save_maps(self, path)
-
-    def _repr_html_(self) -> str:
-        return self.page()._repr_html_()
-
-    def _repr_png_(self) -> bytes:
-        from lengthwise.views.canvas import png
-
-        if self.what == "profile":
-            return png(self.curves())
-        return png(self.figure() if len(self.layers) == 1 else self.overview())
 
 
 def _spans(numbers: Iterable[int]) -> str:

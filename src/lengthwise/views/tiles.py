@@ -1,6 +1,6 @@
 """A matrix of every head pooled by tiles, from blocks of rows, so that the whole of it is never alive.
 
-A picture has fewer pixels than a long sequence has pairs of tokens. A tile keeps the mean of its pairs, and the least
+A figure has fewer pixels than a long sequence has pairs of tokens. A tile keeps the mean of its pairs, and the least
 and the greatest, so that what is narrow is not lost in the mean.
 """
 
@@ -15,12 +15,12 @@ from torch import Tensor
 from lengthwise.bias import Bias
 
 BLOCK = 2**21
-"""How many numbers a block of rows may have, of all heads and sequences: little enough for a processor's cache."""
+"""How many numbers a block of rows has at most, of all heads and sequences: few enough for a processor's cache."""
 
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """The mean, the least and the greatest of tiles of `pool` queries by `pool` keys; NaN where no pair may meet."""
+    """Mean, least and greatest of tiles of `pool` queries by `pool` keys; NaN where all pairs are masked."""
 
     pool: int
     mean: Float[Tensor, "head row column"]
@@ -34,70 +34,69 @@ class Tiles:
 
 
 class TilePool:
-    """Tiles in the making; every block begins at a multiple of `pool`."""
+    """Collects tiles from blocks, each of which begins at a multiple of `pool`."""
 
     def __init__(self, heads: int, queries: int, keys: int, pool: int) -> None:
         self.pool, self.shape = pool, (heads, -(-queries // pool), -(-keys // pool))
-        kept = 1 if pool == 1 else 3
-        self.kept = [torch.full(self.shape, torch.nan) for _ in range(kept)]
+        self._results = [torch.full(self.shape, torch.nan) for _ in range(1 if pool == 1 else 3)]
 
     def add(
-        self, x: Float[Tensor, "head row column"], may: Bool[Tensor, "row column"], rows: slice, columns: slice
+        self, x: Float[Tensor, "head row column"], mask: Bool[Tensor, "row column"], rows: slice, columns: slice
     ) -> None:
-        """Take in a block; what `may` forbids does not count."""
+        """Add a block; pairs that are masked (False) do not count."""
         if self.pool == 1:
-            self.kept[0][:, rows, columns] = fill(x.float().clone(), may, torch.nan)
+            self._results[0][:, rows, columns] = fill(x.float().clone(), mask, torch.nan)
             return
         p = self.pool
         if x.shape[-1] % p or x.shape[-2] % p:
-            x, may = (F.pad(part, (0, -part.shape[-1] % p, 0, -part.shape[-2] % p)) for part in (x, may))
+            x, mask = (F.pad(part, (0, -part.shape[-1] % p, 0, -part.shape[-2] % p)) for part in (x, mask))
         # Columns that all rows see need no mask, and under causality they are most.
-        free = first_forbidden(may) // p * p
+        free = first_forbidden(mask) // p * p
         rows = slice(rows.start // p, -(-rows.stop // p))
-        for some, mask in ((slice(0, free), None), (slice(free, x.shape[2]), may[:, free:])):
-            if some.start < some.stop:
-                there = slice(columns.start // p + some.start // p, columns.start // p + some.stop // p)
-                for kept, found in zip(self.kept, _pooled(x[:, :, some].float(), mask, p), strict=True):
-                    kept[:, rows, there] = found
+        for span, span_mask in ((slice(0, free), None), (slice(free, x.shape[2]), mask[:, free:])):
+            if span.start < span.stop:
+                target = slice(columns.start // p + span.start // p, columns.start // p + span.stop // p)
+                for result, pooled in zip(self._results, _pooled(x[:, :, span].float(), span_mask, p), strict=True):
+                    result[:, rows, target] = pooled
 
     def done(self) -> Tiles:
         """The tiles."""
-        mean, least, greatest = self.kept if self.pool > 1 else self.kept * 3
+        mean, least, greatest = self._results if self.pool > 1 else self._results * 3
         return Tiles(self.pool, mean, least, greatest)
 
 
-def _pooled(x: Tensor, may: Tensor | None, p: int) -> tuple[Tensor, Tensor, Tensor]:
+def _pooled(x: Tensor, mask: Tensor | None, p: int) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, least and greatest of every tile of a block; rows go first, since along them memory is read in order."""
-    if may is None:
+    if mask is None:
         by_rows = x.unflatten(1, (-1, p))
         total, least, greatest = by_rows.sum(2), by_rows.amin(2), by_rows.amax(2)
         total, least, greatest = (part.unflatten(2, (-1, p)) for part in (total, least, greatest))
         return total.sum(3) / p**2, least.amin(3), greatest.amax(3)
     tiles = x.unflatten(2, (-1, p)).unflatten(1, (-1, p))
-    here = may.unflatten(1, (-1, p)).unflatten(0, (-1, p))
-    count = here.sum((1, 3))
-    mean = tiles.masked_fill(~here, 0).sum((2, 4)) / count
-    least = tiles.masked_fill(~here, torch.inf).amin((2, 4))
-    greatest = tiles.masked_fill(~here, -torch.inf).amax((2, 4))
+    visible = mask.unflatten(1, (-1, p)).unflatten(0, (-1, p))
+    count = visible.sum((1, 3))
+    mean = tiles.masked_fill(~visible, 0).sum((2, 4)) / count
+    least = tiles.masked_fill(~visible, torch.inf).amin((2, 4))
+    greatest = tiles.masked_fill(~visible, -torch.inf).amax((2, 4))
     return mean, least.masked_fill(count == 0, torch.nan), greatest.masked_fill(count == 0, torch.nan)
 
 
-def first_forbidden(may: Bool[Tensor, "*batch row column"]) -> int:
-    """How many of the first columns every row may see."""
-    # The least of bytes is found eight times as fast as whether all booleans hold.
-    forbidden = may.flatten(0, -2).view(torch.uint8).amin(0) == 0
-    return int(forbidden.int().argmax()) if forbidden.any() else may.shape[-1]
+def first_forbidden(mask: Bool[Tensor, "*batch row column"]) -> int:
+    """The first column that some row does not see: all before it need no mask."""
+    # The minimum of bytes is eight times as fast as `all` of booleans.
+    masked = mask.flatten(0, -2).view(torch.uint8).amin(0) == 0
+    return int(masked.int().argmax()) if masked.any() else mask.shape[-1]
 
 
-def fill(x: Tensor, may: Bool[Tensor, "*batch row column"], value: float) -> Tensor:
-    """x with a value put in place of what is forbidden; only the columns where anything is are touched."""
-    free = first_forbidden(may)
-    x[..., free:].masked_fill_(~may[..., free:], value)
+def fill(x: Tensor, mask: Bool[Tensor, "*batch row column"], value: float) -> Tensor:
+    """x, in place, with a value where it is masked; only columns with masked rows are touched."""
+    free = first_forbidden(mask)
+    x[..., free:].masked_fill_(~mask[..., free:], value)
     return x
 
 
 def blocks(shape: tuple[int, int, int, int], pool: int, *, causal: bool) -> Iterator[tuple[slice, slice]]:
-    """Blocks of rows of a (batch, head, query, key) matrix, each with the columns that it may reach.
+    """Blocks of rows of a (batch, head, query, key) matrix, each with the columns that its rows see.
 
     Queries are the last slots where there are fewer of them than keys.
     """
@@ -118,8 +117,8 @@ def tiles_of(bias: Bias, resolution: int, *, causal: bool) -> Tiles:
     """The tiles of a bias, at most `resolution` along either side; of the first sequence if it has several."""
     _, heads, queries, keys = bias.shape
     pool = -(-max(queries, keys) // resolution)
-    made = TilePool(heads, queries, keys, pool)
+    tile_pool = TilePool(heads, queries, keys, pool)
     for rows, columns in blocks(bias.shape, pool, causal=causal):
-        may = order(rows, columns, queries, keys)
-        made.add(bias.tile(rows, columns)[0], may if causal else torch.ones_like(may), rows, columns)
-    return made.done()
+        mask = order(rows, columns, queries, keys)
+        tile_pool.add(bias.tile(rows, columns)[0], mask if causal else torch.ones_like(mask), rows, columns)
+    return tile_pool.done()

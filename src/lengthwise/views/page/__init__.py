@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from lengthwise.files import write_atomic
-from lengthwise.views.maps import WHATS, PositionMaps, What
-from lengthwise.views.page.document import document, iframe
-from lengthwise.views.page.payload import Detail, tokens_of, view
-
-Views = Mapping[What, PositionMaps]
+from lengthwise.views.maps import WHATS, LayerMaps, What
+from lengthwise.views.page.html import document, iframe
+from lengthwise.views.page.payload import Detail, tokens_of, view_payload
+from lengthwise.views.style import writable_path
 
 HEIGHT = 980
 """Pixels that the page takes in a notebook."""
@@ -20,20 +19,20 @@ HEIGHT = 980
 class Snapshot:
     """Views of a model at one step of its training, or at its end; `detail` has every number of single heads."""
 
-    views: Views
+    views: Mapping[What, LayerMaps]
     step: int | None = None
     detail: Mapping[What, Detail] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
 class Page:
-    """Models to look at, each as its snapshots in order. In a notebook it shows itself."""
+    """Models, each as its snapshots in order. In a notebook it shows itself."""
 
     models: Sequence[Sequence[Snapshot]]
 
     def __post_init__(self) -> None:
         if not self.models or not all(snapshots and all(one.views for one in snapshots) for snapshots in self.models):
-            raise ValueError("a page needs one view of one model at least; none came. Give position maps.")
+            raise ValueError("a page must have at least one view of one model, got none")
 
     @property
     def title(self) -> str:
@@ -44,7 +43,7 @@ class Page:
         return " and ".join(dict.fromkeys(f"{maps.encoding} ({maps.model})" for maps in first))
 
     def payload(self) -> dict[str, Any]:
-        """What the page is told."""
+        """The JSON sent to the page."""
         return {"title": self.title, "models": [model_payload(snapshots) for snapshots in self.models]}
 
     @property
@@ -54,15 +53,14 @@ class Page:
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:
         """Write the file, whole or not at all."""
-        path = checked_page(path, force=force)
-        return write_atomic(path, self.html)
+        return write_atomic(checked_page(path, force=force), self.html)
 
     def _repr_html_(self) -> str:
         return iframe(self.html, HEIGHT)
 
 
 def model_payload(snapshots: Sequence[Snapshot]) -> dict[str, Any]:
-    """One model as the page is told of it."""
+    """The JSON of one model."""
     last = next(iter(snapshots[-1].views.values()))
     return {
         "name": last.model,
@@ -70,24 +68,20 @@ def model_payload(snapshots: Sequence[Snapshot]) -> dict[str, Any]:
         "part": last.part,
         "sequences": last.sequences,
         "shown": last.shown,
-        "snapshots": [
-            {
-                "step": one.step,
-                "tokens": tokens_of(one.views),
-                "views": {what: view(one.views[what], one.detail.get(what)) for what in WHATS if what in one.views},
-            }
-            for one in snapshots
-        ],
+        "snapshots": [snapshot_payload(snapshot) for snapshot in snapshots],
+    }
+
+
+def snapshot_payload(snapshot: Snapshot) -> dict[str, Any]:
+    """The JSON of a model at one step."""
+    views, detail = snapshot.views, snapshot.detail
+    return {
+        "step": snapshot.step,
+        "tokens": tokens_of(views),
+        "views": {what: view_payload(views[what], detail.get(what)) for what in WHATS if what in views},
     }
 
 
 def checked_page(path: str | Path, *, force: bool) -> Path:
-    """Where a page may be written, or an error."""
-    path = Path(path)
-    if path.suffix.lower() != ".html":
-        raise ValueError(f"a page's name must end in .html; {path.name!r} came. Change it.")
-    if path.is_dir():
-        raise IsADirectoryError(f"a page must be a file; {path} is a folder. Give a name inside it.")
-    if path.exists() and not force:
-        raise FileExistsError(f"{path} must not be there yet; it is. Pass --force (force=True) to overwrite it.")
-    return path
+    """A path that a page can be written to, or an error."""
+    return writable_path(path, [".html"], "a page", force=force)

@@ -1,5 +1,6 @@
 "use strict";
-// The colours of the figures and their rules: one map from end to end, two-sided about 0 where both sides count.
+// The colours of the figures and their rules (style.py): one map from end to end, two-sided about 0 where both sides
+// count, and for weights their logarithm.
 
 const PALETTES = {};
 
@@ -7,9 +8,12 @@ function openPalettes(texts) {
   for (const [name, text] of Object.entries(texts)) PALETTES[name] = bytesOf(text);
 }
 
-/** The range and the map for numbers between a least and a greatest, as canvas.py has them. */
-function scaleOf(low, high) {
+/** The range and the map for numbers between a least and a greatest; `log` for weights. */
+function scaleOf(low, high, log = false) {
   if (!(low <= high)) [low, high] = [0, 0];
+  if (log && high > 0) {
+    return { low: Math.min(Math.max(low, high / 10000), high / 10), high, palette: "one", log: true };
+  }
   if (low < 0 && high > 0 && Math.min(-low, high) >= (high - low) / 10) {
     const end = Math.max(-low, high);
     return { low: -end, high: end, palette: "two" };
@@ -18,12 +22,25 @@ function scaleOf(low, high) {
   return { low, high, palette: "one" };
 }
 
-function colourOf(scale, value) {
-  const place = Math.min(255, Math.max(0, Math.floor(((value - scale.low) / (scale.high - scale.low)) * 256)));
-  return 3 * place;
+/** Where a number lies in its range, from 0 to 1. */
+function shareOf({ low, high, log }, value) {
+  if (!log) return (value - low) / (high - low);
+  return value > low ? Math.log(value / low) / Math.log(high / low) : 0;
 }
 
-/** Paint columns x rows numbers into a canvas of that size; nothing where there is no number. */
+/** The number at a place in a range, from 0 to 1. */
+function valueAt({ low, high, log }, share) {
+  return log ? low * (high / low) ** share : low + share * (high - low);
+}
+
+function colourOf(scale, value) {
+  return 3 * Math.min(255, Math.max(0, Math.floor(shareOf(scale, value) * 256)));
+}
+
+// Where white is a colour of the map, what is masked is grey, as in the figures: 0.88 on white.
+const MASKED = [128, 128, 128, 62];
+
+/** Paint columns x rows numbers into a canvas of that size; what is masked is left empty, or grey. */
 function paint(canvas, columns, rows, scale, value) {
   canvas.width = columns;
   canvas.height = rows;
@@ -34,7 +51,10 @@ function paint(canvas, columns, rows, scale, value) {
   for (let y = 0; y < rows; y++) {
     for (let x = 0; x < columns; x++, place += 4) {
       const number = value(y, x);
-      if (Number.isNaN(number)) continue;
+      if (Number.isNaN(number)) {
+        if (scale.palette === "two") image.data.set(MASKED, place);
+        continue;
+      }
       const colour = colourOf(scale, number);
       image.data[place] = palette[colour];
       image.data[place + 1] = palette[colour + 1];

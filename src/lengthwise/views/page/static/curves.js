@@ -32,7 +32,7 @@ function fillCurves(plot, seen, box) {
   for (const tick of ticks(scale.low, scale.high, 5)) {
     const line = { x1: box.left, x2: box.left + width, y1: down(tick), y2: down(tick) };
     plot.append(svg("line", { class: tick === 0 ? "zero" : "rule", ...line }));
-    plot.append(svg("text", { x: box.left - 6, y: down(tick) + 4, "text-anchor": "end" }, said(tick, 3)));
+    plot.append(svg("text", { x: box.left - 6, y: down(tick) + 4, "text-anchor": "end" }, formatNumber(tick, 3)));
   }
   const marks = state.log ? [0, 1, 10, 100, 1000, 10000, 100000].filter((d) => d <= last) : ticks(first, last, 5);
   const below = (x, y, words) => plot.append(svg("text", { x, y: box.height - y, "text-anchor": "middle" }, words));
@@ -72,7 +72,7 @@ function fillCurves(plot, seen, box) {
   const distance = currentDistance();
   const here = across(distance);
   plot.append(svg("line", { class: "here", x1: here, x2: here, y1: box.top, y2: box.top + height }));
-  const name = seen.map(({ layer }) => meanAt(layer, distance)).map((one) => said(one && one.mean)).join(" and ");
+  const name = seen.map(({ layer }) => meanAt(layer, distance)).map((one) => formatNumber(one && one.mean)).join(" and ");
   const now = `at distance ${distance} it is ${name}. Left and right keys change the distance.`;
   plot.setAttribute("aria-label", `Mean by distance of head ${state.head + 1}; ${now}`);
   listenCurves(plot, box, first, last, width);
@@ -81,9 +81,8 @@ function fillCurves(plot, seen, box) {
 /** The least and the greatest mean: of the enlarged head, or of all where they share a range. */
 function heights(layer) {
   if (state.shared) return Array.from({ length: layer.heads }, (_, head) => profileRange(layer.profile.mean(head)));
-  const found = [profileRange(layer.profile.mean(state.head))];
-  if (layer.kernel) found.push(profileRange(kernelOf(layer)));
-  return found;
+  const own = profileRange(layer.profile.mean(state.head));
+  return layer.kernel ? [own, profileRange(kernelOf(layer))] : [own];
 }
 
 /** The score of a rotary head's mean query and mean key at each distance. */
@@ -103,13 +102,13 @@ function profileRange(values) {
 
 /** Some hundred places of a line, evenly apart as they are drawn. */
 function places(length, first) {
-  const found = new Set();
+  const chosen = new Set();
   for (let n = 0; n < POINTS; n++) {
     const share = n / (POINTS - 1);
-    found.add(state.log && first >= 0 ? Math.round((length ** share) - 1) : Math.round(share * (length - 1)));
+    chosen.add(state.log && first >= 0 ? Math.round((length ** share) - 1) : Math.round(share * (length - 1)));
   }
-  found.add(length - 1);
-  return [...found].filter((place) => place < length).sort((a, b) => a - b);
+  chosen.add(length - 1);
+  return [...chosen].filter((place) => place < length).sort((a, b) => a - b);
 }
 
 const offsetOf = (layer) => (layer.causal ? layer.keys - layer.queries : 0);
@@ -130,9 +129,9 @@ function meanAt(layer, distance) {
 function listenCurves(plot, box, first, last, width) {
   const go = (distance) => {
     const layer = state.sides.map(currentLayer).find(Boolean);
-    const kept = Math.min(last, Math.max(first, distance));
-    const i = Math.min(layer.queries - 1, Math.max(state.cursor.i, kept - offsetOf(layer)));
-    moveCursor(i, i + offsetOf(layer) - kept, { follow: true, spoken: true });
+    const near = Math.min(last, Math.max(first, distance));
+    const i = Math.min(layer.queries - 1, Math.max(state.cursor.i, near - offsetOf(layer)));
+    moveCursor(i, i + offsetOf(layer) - near, { follow: true, spoken: true });
   };
   plot.addEventListener("pointermove", (event) => {
     if (state.held || event.pointerType === "touch") return;

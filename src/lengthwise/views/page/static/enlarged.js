@@ -122,13 +122,13 @@ function drawTicks(context, seen, side) {
 function drawBar(context, scale, side) {
   const left = EDGE.left + side + 10;
   for (let y = 0; y < side; y++) {
-    context.fillStyle = css(scale, scale.high - ((y + 0.5) / side) * (scale.high - scale.low));
+    context.fillStyle = css(scale, valueAt(scale, 1 - (y + 0.5) / side));
     context.fillRect(left, EDGE.top + y, 8, 1.5);
   }
   context.fillStyle = colour("--quiet");
   context.textAlign = "left";
-  for (const tick of ticks(scale.low, scale.high, 5)) {
-    context.fillText(said(tick, 3), left + 12, EDGE.top + ((scale.high - tick) / (scale.high - scale.low)) * side);
+  for (const tick of scale.log ? logTicks(scale.low, scale.high) : ticks(scale.low, scale.high, 5)) {
+    context.fillText(formatNumber(tick, 3), left + 12, EDGE.top + (1 - shareOf(scale, tick)) * side);
   }
 }
 
@@ -164,7 +164,7 @@ function cursorOf(layer) {
 }
 
 function noteMap() {
-  const layer = mapViews[0].layer;
+  const layer = mapViews[0]?.layer;
   if (!layer || state.what === "profile") {
     find("map-note").textContent = layer ? "" : "Choose a head.";
     return;
@@ -174,6 +174,7 @@ function noteMap() {
   const tiles = `Tiles of ${layer.pool} × ${layer.pool} pairs, each its mean`;
   const cells = layer.matrix.single(state.head, i, j) ? "Single cells" : tiles;
   const span = (start, size) => `${start} to ${start + size - 1}`;
+  const colours = state.what === "weights" ? "; colours follow the logarithm" : "";
   const part = state.window ? ` of queries ${span(seen.i, seen.rows)}, keys ${span(seen.j, seen.columns)}` : "";
-  find("map-note").textContent = `${cells}${part}.${state.held ? " The cursor is held; click to let it go." : ""}`;
+  find("map-note").textContent = `${cells}${part}${colours}.${state.held ? " The cursor is held; click to let it go." : ""}`;
 }

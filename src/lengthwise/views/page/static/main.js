@@ -1,9 +1,9 @@
 "use strict";
-// The page put together: controls, and which part is drawn anew when.
+// The controls, and which part is drawn anew when.
 
 const WHATS = ["bias", "content", "scores", "weights", "profile"];
 
-/** Take in models, choose what to look at first, and draw. */
+/** Take models, choose what to show first, and draw. */
 async function start(models, title) {
   state.models = models;
   const last = models[0].snapshots.length - 1;
@@ -11,13 +11,14 @@ async function start(models, title) {
   const views = models[0].snapshots[last].views;
   if (!views[state.what]) state.what = views.scores ? "scores" : WHATS.find((what) => views[what]);
   const layers = views[state.what];
-  const kept = layers.find((layer) => layer.layer === state.layer && state.head < layer.heads);
-  if (!kept || !state.started) Object.assign(state, { layer: layers[layers.length - 1].layer, head: 0 });
+  const same = layers.find((layer) => layer.layer === state.layer && state.head < layer.heads);
+  if (!same || !state.started) Object.assign(state, { layer: layers[layers.length - 1].layer, head: 0 });
   const { queries, keys } = layers[0];
   state.window = null;
   state.held = false;
   state.cursor = { i: queries - 1, j: Math.max(0, keys - 1 - Math.floor(keys / 4)) };
   state.started = true;
+  drawn = null;
   find("title").textContent = title;
   document.title = title;
   find("about").textContent = about(models[0], layers[0]);
@@ -37,23 +38,48 @@ function about(model, layer) {
   return `${layers} ${layers === 1 ? "layer" : "layers"} of ${layer.heads} heads, ${size}, ${seen}`;
 }
 
-let rebuilding = Promise.resolve();
+let building = Promise.resolve();
+let drawn = null;
 
-/** Everything anew: other sides, another view, another snapshot. One at a time, so that the last asked for stays. */
+/** Everything anew: other sides, another view, another snapshot. One at a time, so that the last choice stays. */
 function rebuild() {
-  rebuilding = rebuilding.then(build);
-  return rebuilding;
+  building = building.then(build);
+  return building;
 }
 
+/** Draw what is chosen. What cannot be drawn is said, and the page goes on with what it had. */
 async function build() {
-  // A body that is not busy shows what was last asked for: screen readers wait for that, and so do tests.
+  const { what } = state;
+  const sides = state.sides.map(({ model, snapshot }) => ({ model, snapshot }));
+  // A body that is not busy shows the last choice: screen readers wait for that, and so do tests.
   document.body.ariaBusy = "true";
-  buildMaps();
-  await openSides();
-  await openReading();
-  drawTokens();
-  drawOverview();
-  drawAll();
+  fault("");
+  try {
+    await openSides();
+    await openReading();
+    buildMaps();
+    drawTokens();
+    drawOverview();
+    drawAll();
+    drawn = { what, sides };
+    scrollToQuery();
+  } catch (error) {
+    await goBack(what, error);
+  }
+}
+
+/** After a view that failed: its message, and the last view that could be drawn, unless another is chosen already. */
+async function goBack(failed, error) {
+  fault(`${failed} of this model cannot be drawn: ${error.message}`);
+  document.body.ariaBusy = "false";
+  if (!drawn || state.what !== failed) return;
+  Object.assign(state, { what: drawn.what, sides: drawn.sides });
+  drawn = null;
+  buildWhats();
+  buildSides();
+  const message = find("message").textContent;
+  await build();
+  fault(message);
 }
 
 function drawAll() {
@@ -196,7 +222,7 @@ function wire() {
   find("grids").addEventListener("keydown", walkOverview);
   find("closer").addEventListener("click", () => zoom(0.5));
   find("further").addEventListener("click", () => zoom(2));
-  find("whole").addEventListener("click", () => show(whole(mapViews[0].layer)));
+  find("whole").addEventListener("click", () => show(whole(mapViews[0]?.layer)));
   find("theme").addEventListener("click", switchTheme);
   find("search").addEventListener("input", () => search());
   find("search").addEventListener("keydown", (event) => event.key === "Enter" && search(event.shiftKey ? -1 : 1));
@@ -214,7 +240,7 @@ function wire() {
   find("tokens").addEventListener("keydown", mapKey);
   let width = 0;
   new ResizeObserver(() => {
-    if (state.started && width !== find("maps").clientWidth) redrawMaps();
+    if (mapViews.length && width !== find("maps").clientWidth) redrawMaps();
     width = find("maps").clientWidth;
   }).observe(find("maps"));
 }

@@ -1,5 +1,5 @@
 "use strict";
-// One head's numbers by query and key, whatever they are made from. NaN is where a query may not look.
+// One head's numbers by query and key, whatever they are filled from. NaN where attention is masked.
 // at(head, i, j) is the number of a pair, or its tile's mean where only tiles are known.
 
 const round = Math.fround;
@@ -16,14 +16,15 @@ async function readLayer(layer) {
   const matrix = layer.matrix && (await openMatrix(layer));
   const profile = await openProfile(layer, matrix);
   const kernel = layer.kernel && (await numbers(layer.kernel));
-  return { ...layer, matrix, profile, kernel, pool: (layer.matrix && layer.matrix.pool) || 1 };
+  const isTiled = layer.matrix?.kind === "tiles";
+  return { ...layer, matrix, profile, kernel, isTiled, pool: (isTiled && layer.matrix.pool) || 1 };
 }
 
 async function openMatrix(layer) {
   const { queries, keys, causal } = layer;
-  const may = causal ? (i, j) => j <= i + keys - queries : () => true;
-  const made = await KINDS[layer.matrix.kind](withTwins(layer.matrix), layer);
-  // Parts of which every number is known, the newest first: whole heads from the file, parts of them from a server.
+  const visible = causal ? (i, j) => j <= i + keys - queries : () => true;
+  const filled = await KINDS[layer.matrix.kind](withTwins(layer.matrix), layer);
+  // Parts of which every number is known, newest first: whole heads from the file, parts of them from a server.
   const parts = Array.from({ length: layer.heads }, () => []);
   for (const [head, cells] of Object.entries(layer.detail)) {
     parts[head].push({ i: 0, j: 0, rows: queries, columns: keys, cells: await numbers(cells) });
@@ -32,15 +33,15 @@ async function openMatrix(layer) {
     parts[head].find((p) => i >= p.i && i < p.i + p.rows && j >= p.j && j < p.j + p.columns);
   return {
     at(head, i, j) {
-      if (!may(i, j)) return NaN;
+      if (!visible(i, j)) return NaN;
       const part = parts[head].length ? known(head, i, j) : undefined;
-      return part ? part.cells[(i - part.i) * part.columns + j - part.j] : made.at(head, i, j);
+      return part ? part.cells[(i - part.i) * part.columns + j - part.j] : filled.at(head, i, j);
     },
-    single: (head, i, j) => !made.bounds || known(head, i, j) !== undefined,
-    onlyTiles: (head) => Boolean(made.bounds) && !parts[head].length,
+    single: (head, i, j) => !filled.bounds || known(head, i, j) !== undefined,
+    onlyTiles: (head) => Boolean(filled.bounds) && !parts[head].length,
     /** The least and the greatest of the tile, once openBounds was awaited. */
-    bounds: (head, i, j) => made.bounds(head, i, j),
-    openBounds: made.openBounds || (async () => {}),
+    bounds: (head, i, j) => filled.bounds(head, i, j),
+    openBounds: filled.openBounds || (async () => {}),
     learn(head, part) {
       parts[head] = [part, ...parts[head]].slice(0, KEPT);
     },
@@ -48,21 +49,21 @@ async function openMatrix(layer) {
 }
 
 /** A tensor that is sent as a name is the tensor of that name. */
-function withTwins(said) {
-  const tensors = { ...said.tensors };
+function withTwins(description) {
+  const tensors = { ...description.tensors };
   for (const [name, packed] of Object.entries(tensors)) {
-    if (typeof packed === "string") tensors[name] = said.tensors[packed];
+    if (typeof packed === "string") tensors[name] = description.tensors[packed];
   }
-  return { ...said, tensors };
+  return { ...description, tensors };
 }
 
 const KEPT = 8;
 
 const KINDS = {
-  async tiles(said, { heads, queries, keys }) {
-    const pool = said.pool;
+  async tiles(tiles, { queries, keys }) {
+    const pool = tiles.pool;
     const [rows, columns] = [Math.ceil(queries / pool), Math.ceil(keys / pool)];
-    const mean = await numbers(said.mean);
+    const mean = await numbers(tiles.mean);
     const place = (head, i, j) => (head * rows + Math.floor(i / pool)) * columns + Math.floor(j / pool);
     const at = (head, i, j) => mean[place(head, i, j)];
     if (pool === 1) return { at };
@@ -71,7 +72,7 @@ const KINDS = {
       at,
       bounds: (head, i, j) => [least[place(head, i, j)], greatest[place(head, i, j)]],
       async openBounds() {
-        [least, greatest] = await Promise.all([numbers(said.least), numbers(said.greatest)]);
+        [least, greatest] = await Promise.all([numbers(tiles.least), numbers(tiles.greatest)]);
       },
     };
   },
@@ -94,9 +95,9 @@ const KINDS = {
     return { at: (head, i, j) => round(-slope(head, i) * curve(round(query(head, i) - key(head, j)))) };
   },
 
-  async LineBias(said) {
-    const curve = await KINDS.DistanceBias(nested(said, "curve"));
-    const parts = ["factor", "knots", "slope", "intercept"].map((name) => numbers(said.tensors[name]));
+  async LineBias(description) {
+    const curve = await KINDS.DistanceBias(nested(description, "curve"));
+    const parts = ["factor", "knots", "slope", "intercept"].map((name) => numbers(description.tensors[name]));
     const [factor, knots, slope, intercept] = await Promise.all(parts);
     return {
       at(head, i, j) {
@@ -109,28 +110,28 @@ const KINDS = {
     };
   },
 
-  async FunctionBias(said) {
-    return { at: await FUNCTIONS[said.static.function](said) };
+  async FunctionBias(description) {
+    return { at: await FUNCTIONS[description.static.function](description) };
   },
 
-  async SumBias(said) {
+  async SumBias(description) {
     const terms = [];
-    for (let n = 0; `terms.${n}.kind` in said.static; n++) {
-      terms.push(await KINDS[said.static[`terms.${n}.kind`]](nested(said, `terms.${n}`)));
+    for (let n = 0; `terms.${n}.kind` in description.static; n++) {
+      terms.push(await KINDS[description.static[`terms.${n}.kind`]](nested(description, `terms.${n}`)));
     }
     return { at: (head, i, j) => terms.reduce((sum, term) => sum + term.at(head, i, j), 0) };
   },
 };
 
 /** A description inside another: what stands under its name and a dot. */
-function nested(said, name) {
+function nested(description, name) {
   const under = (parts) =>
     Object.fromEntries(
       Object.entries(parts)
         .filter(([path]) => path.startsWith(`${name}.`))
         .map(([path, value]) => [path.slice(name.length + 1), value]),
     );
-  return { tensors: under(said.tensors), static: under(said.static) };
+  return { tensors: under(description.tensors), static: under(description.static) };
 }
 
 /** What becomes of a difference of levels. */
@@ -141,18 +142,18 @@ const LEVEL_CURVES = {
 
 /** The functions of encodings that are neither a table nor a level; payload.py names them. */
 const FUNCTIONS = {
-  async "lengthwise.encodings.kerple.kerple_log"(said) {
-    const [distance, [p, a]] = await kernel(said);
+  async "lengthwise.encodings.kerple.kerple_log"(description) {
+    const [distance, [p, a]] = await kernel(description);
     return (head, i, j) => -p[head] * Math.log1p(a[head] * distance(i, j));
   },
 
-  async "lengthwise.encodings.kerple.kerple_power"(said) {
-    const [distance, [p, a]] = await kernel(said);
+  async "lengthwise.encodings.kerple.kerple_power"(description) {
+    const [distance, [p, a]] = await kernel(description);
     return (head, i, j) => (distance(i, j) ? -a[head] * distance(i, j) ** p[head] : 0);
   },
 
-  async "lengthwise.encodings.fire.fire_tile"(said) {
-    const [distance, [scopes, c, limit, into, intoBias, out, outBias]] = await kernel(said);
+  async "lengthwise.encodings.fire.fire_tile"(description) {
+    const [distance, [scopes, c, limit, into, intoBias, out, outBias]] = await kernel(description);
     const rate = Math.abs(c[0]);
     const units = into.length;
     const furthest = typeof scopes === "function" ? scopes : (i) => scopes[i];
@@ -177,10 +178,10 @@ async function kernel({ tensors }) {
   return [(i, j) => Math.abs(query(i) - key(j)), rest];
 }
 
-async function positions(said) {
-  if (typeof said === "number") return (i) => i + said;
-  const found = await numbers(said);
-  return (i) => found[i];
+async function positions(packed) {
+  if (typeof packed === "number") return (i) => i + packed;
+  const all = await numbers(packed);
+  return (i) => all[i];
 }
 
 /** Levels and slopes by head and token; one head, or one token, stands for all. */

@@ -6,7 +6,7 @@ const LEAST = 4;
 
 /** Make the visible part smaller or larger about a pair. */
 function zoom(factor, about) {
-  const layer = mapViews[0].layer;
+  const layer = mapViews[0]?.layer;
   if (!layer || !layer.matrix) return;
   const seen = windowOf(layer);
   const cut = (size, all) => Math.min(all, Math.max(Math.min(LEAST, all), Math.round(size * factor)));
@@ -21,7 +21,7 @@ function zoom(factor, about) {
 }
 
 function show(wanted) {
-  const layer = mapViews[0].layer;
+  const layer = mapViews[0]?.layer;
   const cut = (place, size, all) => Math.min(Math.max(0, place), all - size);
   const { rows, columns } = wanted;
   state.window = { i: cut(wanted.i, rows, layer.queries), j: cut(wanted.j, columns, layer.keys), rows, columns };
@@ -37,7 +37,7 @@ const redrawMaps = onFrame(() => {
 
 /** Put the cursor on a pair, bring it into sight if asked, and tell every part. */
 function moveCursor(i, j, { follow = false, spoken = false } = {}) {
-  const layer = mapViews[0].layer;
+  const layer = mapViews[0]?.layer;
   if (!layer) return;
   state.cursor = { i: Math.min(Math.max(0, i), layer.queries - 1), j: Math.min(Math.max(0, j), layer.keys - 1) };
   if (follow && state.window) {
@@ -137,7 +137,7 @@ function mapKey(event) {
     Home: [i, 0], End: [i, i], PageUp: [i - 100, j], PageDown: [i + 100, j],
   };
   const [closer, further] = [() => zoom(0.5), () => zoom(2)];
-  const works = { "+": closer, "=": closer, "-": further, "−": further, 0: () => show(whole(mapViews[0].layer)) };
+  const works = { "+": closer, "=": closer, "-": further, "−": further, 0: () => show(whole(mapViews[0]?.layer)) };
   if (moves[event.key]) moveCursor(...moves[event.key], { follow: true, spoken: true });
   else if (works[event.key]) works[event.key]();
   else if (event.key === "Enter" || event.key === " ") (state.held = !state.held), noteMap();

@@ -44,7 +44,7 @@ function undoDifferences(words, length) {
 }
 
 /** A number in four digits with a real minus sign; a dash where there is none. */
-function said(value, digits = 4) {
+function formatNumber(value, digits = 4) {
   if (value === undefined || Number.isNaN(value)) return "–";
   const size = Math.abs(value);
   const far = size !== 0 && (size < 1e-4 || size >= 1e6);

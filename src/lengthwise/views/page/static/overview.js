@@ -1,5 +1,6 @@
 "use strict";
-// All heads in small: a button each, a row per layer, or one after another in the order of a measure.
+// All heads in small: a button each, a row per layer, or one after another in the order of a measure. One layer alone
+// has larger ones, four across as in the figures.
 
 function drawOverview() {
   const grids = state.sides.map((side, place) => {
@@ -7,25 +8,31 @@ function drawOverview() {
     const grid = make("div", { className: "grid", role: "group", ariaLabel: label });
     grid.dataset.side = place;
     const columns = Math.max(1, ...side.layers.map((layer) => layer.heads));
-    grid.style.setProperty("--columns", columns);
-    grid.classList.toggle("by-layer", state.order === "place");
-    if (state.order === "place") {
+    const alone = state.order === "place" && side.layers.length === 1;
+    const byLayer = state.order === "place" && !alone;
+    grid.style.setProperty("--columns", alone ? Math.min(4, columns) : columns);
+    grid.classList.toggle("by-layer", byLayer);
+    grid.classList.toggle("alone", alone);
+    if (byLayer) {
       const label = (_, head) => make("span", { className: "label" }, String(head + 1));
       grid.append(make("span"), ...Array.from({ length: columns }, label));
     }
     let row = null;
     for (const one of ordered(side)) {
-      if (state.order === "place" && one.layer !== row) {
+      if (byLayer && one.layer !== row) {
         row = one.layer;
         grid.append(make("span", { className: "label row" }, String(row.layer + 1)));
       }
-      grid.append(headButton(side, one));
+      const button = headButton(side, one);
+      if (alone) button.append(make("span", { className: "label" }, `Head ${one.head + 1}`));
+      grid.append(button);
     }
     return state.sides.length > 1 ? make("div", {}, make("h3", {}, nameOf(side)), grid) : grid;
   });
   find("grids").replaceChildren(...grids);
-  const drawn = state.what === "profile" ? "the mean score by distance" : "query down, key across";
-  const placed = `A row per layer, a column per head; ${drawn}.`;
+  const axes = state.what === "profile" ? "Mean score by distance." : "Query down, key across.";
+  const several = state.sides.some((side) => side.layers.length > 1);
+  const placed = several ? `${axes} A row per layer, a column per head.` : axes;
   find("order-note").textContent = MEASURES[state.order] ? MEASURES[state.order].note : placed;
   markHead();
 }
@@ -40,12 +47,12 @@ function headButton(side, { layer, head, measure }) {
     spark(canvas, layer.profile.mean(head), scale);
   }
   const name = `Layer ${layer.layer + 1}, head ${head + 1}`;
-  const sorted = measure === undefined ? "" : `, ${state.order} ${said(measure, 3)}`;
+  const sorted = measure === undefined ? "" : `, ${state.order} ${formatNumber(measure, 3)}`;
   const named = { ariaLabel: name + sorted, title: name + sorted };
   const button = make("button", { type: "button", className: "head", tabIndex: -1, ...named }, canvas);
   if (measure !== undefined) {
     const where = make("span", {}, `${layer.layer + 1}·${head + 1}`);
-    button.append(make("span", { className: "label" }, where, " ", make("b", {}, said(measure, 2))));
+    button.append(make("span", { className: "label" }, where, " ", make("b", {}, formatNumber(measure, 2))));
     button.dataset.measure = measure;
   }
   Object.assign(button.dataset, { layer: layer.layer, head, low: scale.low, high: scale.high });

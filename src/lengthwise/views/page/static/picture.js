@@ -1,5 +1,5 @@
 "use strict";
-// Small things that every part draws with.
+// Helpers that every part draws with.
 
 const find = (id) => document.getElementById(id);
 
@@ -23,15 +23,23 @@ function svg(tag, attributes = {}, ...children) {
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-/** Round numbers from a start below a stop, some six of them. */
+/** Round numbers from a start up to a stop, at most about six of them. */
 function ticks(start, stop, most = 6) {
   const power = 10 ** Math.floor(Math.log10((stop - start) / most || 1));
-  const step = [1, 2, 5, 10].map((factor) => factor * power).find((one) => (stop - start) / one <= most) || 10 * power;
-  const found = [];
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => (stop - start) / size <= most) || 10 * power;
+  const places = [];
   for (let n = Math.ceil(start / step); n * step <= stop + step * 1e-9; n++) {
-    found.push(Number((n * step).toPrecision(12)));
+    places.push(Number((n * step).toPrecision(12)));
   }
-  return found;
+  return places;
+}
+
+/** Powers of ten of a logarithmic range, and between them 2 and 5 where there are few. */
+function logTicks(low, high) {
+  const factors = high / low < 100 ? [1, 2, 5] : [1];
+  const powers = Array.from({ length: 12 }, (_, n) => 10 ** (Math.floor(Math.log10(low)) + n));
+  return powers.flatMap((power) => factors.map((factor) => Number((factor * power).toPrecision(12))))
+    .filter((tick) => tick >= low * (1 - 1e-9) && tick <= high * (1 + 1e-9));
 }
 
 /** A token as it is read: the letters that stand for a space or a line's end are shown as those. */

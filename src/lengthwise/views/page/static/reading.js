@@ -12,10 +12,15 @@ async function openReading() {
     for (const what of READ) {
       const layer = (snapshotOf(side).views[what] || []).find((one) => one.layer === state.layer);
       if (!layer || state.head >= layer.heads) continue;
-      reads[what] = await openLayer(layer);
-      await reads[what].matrix.openBounds();
+      try {
+        const opened = await openLayer(layer);
+        await opened.matrix.openBounds();
+        reads[what] = opened;
+      } catch (error) {
+        fault(`${what} of layer ${state.layer + 1} cannot be read: ${error.message}`);
+      }
     }
-    // Not before all is open, since meanwhile the old ones can still be drawn; and not if another head came after.
+    // Not before all are open, since meanwhile the old ones can still be drawn; and not if another head was chosen.
     if (mine === lastReading) side.reads = reads;
   }
 }
@@ -34,7 +39,7 @@ function drawReading() {
   const rows = [
     row("query", sides.map((side) => place(side, cursorOf(currentLayer(side)).i, "query"))),
     row("key", sides.map((side) => place(side, cursorOf(currentLayer(side)).j, "key"))),
-    row("distance", sides.map((side) => valueCell("distance", distanceOf(side), said(distanceOf(side), 9)))),
+    row("distance", sides.map((side) => valueCell("distance", distanceOf(side), formatNumber(distanceOf(side), 9)))),
   ];
   for (const what of READ) {
     const known = sides.some((side) => side.reads && side.reads[what]);
@@ -73,19 +78,19 @@ function reading(side, what) {
   if (!layer) return make("td", {}, "–");
   const { i, j } = cursorOf(layer);
   const value = layer.matrix.at(state.head, i, j);
-  if (Number.isNaN(value)) return valueCell(what, "", "–", "may not look");
-  if (layer.matrix.single(state.head, i, j)) return valueCell(what, value, said(value));
+  if (Number.isNaN(value)) return valueCell(what, "", "–", "masked");
+  if (layer.matrix.single(state.head, i, j)) return valueCell(what, value, formatNumber(value));
   const [least, greatest] = layer.matrix.bounds(state.head, i, j);
-  const more = `mean of ${layer.pool} × ${layer.pool}, ${said(least, 2)} to ${said(greatest, 2)}`;
-  const cell = valueCell(what, value, said(value, 3), more);
+  const more = `mean of ${layer.pool} × ${layer.pool}, ${formatNumber(least, 2)} to ${formatNumber(greatest, 2)}`;
+  const cell = valueCell(what, value, formatNumber(value, 3), more);
   Object.assign(cell.dataset, { least, greatest, pool: layer.pool });
   return cell;
 }
 
 function meanCell(side) {
-  const found = meanAt(currentLayer(side), distanceOf(side));
-  if (!found || Number.isNaN(found.mean)) return make("td", {}, "–");
-  return valueCell("mean", found.mean, said(found.mean), found.spread ? `± ${said(found.spread, 2)}` : "");
+  const { mean, spread } = meanAt(currentLayer(side), distanceOf(side)) || { mean: NaN };
+  if (Number.isNaN(mean)) return make("td", {}, "–");
+  return valueCell("mean", mean, formatNumber(mean), spread ? `± ${formatNumber(spread, 2)}` : "");
 }
 
 function speak(sides) {
@@ -112,6 +117,13 @@ function drawTokens() {
   find("tokens").replaceChildren(...blocks);
 }
 
+/** Bring the query's token into sight, inside the box of the text alone. */
+function scrollToQuery() {
+  const span = document.querySelector(`.tokens span[data-at="${state.cursor.i}"]`);
+  const box = find("tokens");
+  if (span) box.scrollTop = Math.max(0, span.offsetTop - box.offsetTop - box.clientHeight / 2);
+}
+
 /** How strongly the query sees each key: the weights, or the softmax over the row of what there is. */
 function sharesOf(side) {
   const reads = side.reads || {};
@@ -131,6 +143,7 @@ function drawShades() {
   const accent = colour("--accent");
   for (const block of document.querySelectorAll(".tokens")) {
     const side = state.sides[block.dataset.side];
+    if (!side) continue;
     const layer = currentLayer(side);
     const shares = layer ? sharesOf(side) : null;
     const top = shares ? shares.reduce((a, b) => (b > a ? b : a), 0) : 0;
@@ -166,16 +179,16 @@ function noteText() {
   find("text-note").textContent = `Seen from query ${i}: ${from}${pooled}. Click a token to look from there.`;
 }
 
-/** Mark the tokens that hold the words looked for, and go to the next from the query on. */
+/** Mark the tokens that contain the search words, and go to the next one after the query. */
 function search(direction = 0) {
   const words = find("search").value.toLowerCase();
   const spans = [...document.querySelectorAll(".tokens[data-side='0'] span")];
-  const found = spans.filter((span) => words && span.textContent.toLowerCase().includes(words));
+  const matches = spans.filter((span) => words && span.textContent.toLowerCase().includes(words));
   for (const span of spans) span.classList.toggle("found", false);
-  for (const span of found) span.classList.toggle("found", true);
-  find("found").textContent = words ? `${found.length} found` : "";
-  if (!direction || !found.length) return;
-  const places = found.map((span) => Number(span.dataset.at));
+  for (const span of matches) span.classList.toggle("found", true);
+  find("found").textContent = words ? `${matches.length} found` : "";
+  if (!direction || !matches.length) return;
+  const places = matches.map((span) => Number(span.dataset.at));
   const { i } = state.cursor;
   const [after, before] = [places.find((at) => at > i), places.findLast((at) => at < i)];
   const next = direction > 0 ? after ?? places[0] : before ?? places[places.length - 1];

@@ -1,5 +1,5 @@
 "use strict";
-// What is looked at: the page's one state, and what follows from it.
+// The state of the page, and what follows from it.
 
 const state = {
   models: [],
@@ -40,23 +40,24 @@ const ranges = new WeakMap();
 /** The least and the greatest number that is drawn of a head. */
 function rangeOf(layer, head) {
   if (!ranges.has(layer)) ranges.set(layer, []);
-  const kept = ranges.get(layer);
-  if (kept[head]) return kept[head];
+  const known = ranges.get(layer);
+  if (known[head]) return known[head];
   let [low, high] = [Infinity, -Infinity];
-  const see = (value) => {
+  const add = (value) => {
     if (value < low) low = value;
     if (value > high) high = value;
   };
-  layer.profile.mean(head).forEach(see);
-  if (layer.matrix) eachDrawn(layer, head, see);
-  kept[head] = [low, high];
-  return kept[head];
+  // Tiles are all drawn, as in the figures; of a described form some are, and the profile has the rest.
+  if (layer.matrix) eachDrawn(layer, head, add);
+  if (!layer.isTiled) layer.profile.mean(head).forEach(add);
+  known[head] = [low, high];
+  return known[head];
 }
 
 /** The numbers of a small picture of a head: every tile, or of a described form some hundred rows and columns. */
-function eachDrawn(layer, head, see) {
+function eachDrawn(layer, head, add) {
   const { rows, columns, value } = small(layer, head);
-  for (let y = 0; y < rows; y++) for (let x = 0; x < columns; x++) see(value(y, x));
+  for (let y = 0; y < rows; y++) for (let x = 0; x < columns; x++) add(value(y, x));
 }
 
 const SMALL = 96;
@@ -64,7 +65,7 @@ const SMALL = 96;
 /** A head in small: how many rows and columns, and the number of each. Both ends are always among them. */
 function small(layer, head) {
   const { queries, keys, pool, matrix } = layer;
-  if (pool > 1 || (layer.matrix && queries <= SMALL && keys <= SMALL)) {
+  if (pool > 1 || layer.isTiled || (queries <= SMALL && keys <= SMALL)) {
     const value = (y, x) => matrix.at(head, Math.min(y * pool + pool - 1, queries - 1), x * pool);
     return { rows: Math.ceil(queries / pool), columns: Math.ceil(keys / pool), value };
   }
@@ -73,11 +74,12 @@ function small(layer, head) {
   return { rows, columns, value: (y, x) => matrix.at(head, spread(y, rows, queries), spread(x, columns, keys)) };
 }
 
-/** The colours of a head: its own range, or that of all heads on the page. */
+/** The colours of a head: its own range, or that of all heads on the page; weights by their logarithm. */
 function scaleFor(side, layer, head) {
-  if (!state.shared) return scaleOf(...rangeOf(layer, head));
-  const all = state.sides.flatMap((one) => one.ranges.flat());
-  return scaleOf(Math.min(...all.map((r) => r[0])), Math.max(...all.map((r) => r[1])));
+  const log = state.what === "weights";
+  if (!state.shared) return scaleOf(...rangeOf(layer, head), log);
+  const all = state.sides.flatMap((each) => each.ranges.flat());
+  return scaleOf(Math.min(...all.map((range) => range[0])), Math.max(...all.map((range) => range[1])), log);
 }
 
 /** How much a head's mean falls whenever the distance doubles: least squares against the logarithm of 1 + distance. */

@@ -1,8 +1,8 @@
 """One HTML document from the template, the style, the scripts and the data: nothing is fetched, nothing else runs.
 
 Token text is hostile. It goes into a script element that is data and not code, with every `<` escaped, so that it
-cannot end the element; the page puts it into the document as text only; and the policy lets none but our own scripts
-run, known by their hashes.
+cannot end the element; the page puts it into the document as text only; and the policy allows only our own scripts,
+by their hashes.
 """
 
 import base64
@@ -33,7 +33,7 @@ SCRIPTS = (
 """In the order in which each needs those before it."""
 
 LIVE = "live"
-"""The script that asks a server; only the served page has it."""
+"""The script that talks to a server; only the served page has it."""
 
 MARK = re.compile(r"\{\{(\w+)\}\}")
 
@@ -49,12 +49,12 @@ def document(payload: dict[str, Any], *, title: str, live: bool = False) -> str:
         "data": as_data({**payload, "palettes": palettes()}),
         "scripts": "\n".join(f"<script>{script}</script>" for script in scripts),
     }
-    # One pass, so that marks inside what is put in are left alone.
+    # One pass, so that marks inside the parts are left alone.
     return MARK.sub(lambda mark: parts[mark[1]], asset("page.html"))
 
 
 def policy(*, live: bool) -> str:
-    """What a browser may do with the page: run these scripts, use this style, and ask its own server if it has one."""
+    """What a browser is allowed: these scripts, this style, and requests to the page's own server if it has one."""
     scripts = [asset(f"{name}.js") for name in (*SCRIPTS, *([LIVE] if live else []))]
     return "; ".join(
         [
@@ -70,12 +70,12 @@ def policy(*, live: bool) -> str:
 
 
 def as_data(payload: Any) -> str:
-    """JSON that cannot end the script element it stands in; NaN is refused, since JSON has none."""
+    """JSON that cannot end the script element that holds it; NaN is refused, since JSON has none."""
     return json.dumps(payload, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def iframe(page: str, height: int) -> str:
-    """A page as an element of another, cut off from it: its own origin, and scripts but nothing else."""
+    """A page as an element of another, isolated from it: its own origin, and scripts but nothing else."""
     return (
         f'<iframe sandbox="allow-scripts" srcdoc="{html.escape(page)}" '
         f'style="width: 100%; height: {height}px; border: 0" title="Position maps"></iframe>'
@@ -93,8 +93,8 @@ def palettes() -> dict[str, str]:
     """The colours of the figures, 256 of each map, as base64 of red, green and blue."""
     names = {"one": "viridis", "two": "RdBu_r"}
     return {
-        name: base64.b64encode(matplotlib.colormaps[of](range(256), bytes=True)[:, :3].tobytes()).decode()
-        for name, of in names.items()
+        name: base64.b64encode(matplotlib.colormaps[colormap](range(256), bytes=True)[:, :3].tobytes()).decode()
+        for name, colormap in names.items()
     }
 
 

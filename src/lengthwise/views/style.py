@@ -1,10 +1,11 @@
-"""What all pictures share: sizes in inches, letters, ticks, colours, and how a picture becomes a file.
+"""The style that all figures share: sizes in inches, fonts, ticks, colours; and how a figure becomes a file.
 
-Figures are made without pyplot, so nothing is shown, nothing stays open, and threads may draw.
+Figures are made without pyplot: no window opens, nothing stays in memory, and several threads can draw.
 """
 
 import io
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,11 @@ from matplotlib.figure import Figure
 from lengthwise.files import write_atomic
 
 SMALL, MIDDLE, LARGE = 5.5, 7.0, 8.5
-"""Letters in points: they stay readable at a paper's full width of about 6.3 inches."""
+"""Font sizes in points: they stay readable at a paper's full width of about 6.3 inches."""
 
 GREY = "0.35"
 FORMATS = ("png", "svg", "pdf")
-LETTERS: dict[Any, Any] = {
+FONTS: dict[Any, Any] = {
     "svg.fonttype": "none",
     "pdf.fonttype": 42,
     "font.family": "DejaVu Sans",
@@ -31,42 +32,43 @@ LETTERS: dict[Any, Any] = {
 
 
 @dataclass(frozen=True)
-class Colours:
-    """A colour map and its range, both for readers who do not see red and green apart."""
+class ColourScale:
+    """A colour map and its range, readable without telling red from green."""
 
     map: Colormap
     norm: Normalize
-    nothing: str = "1.0"
-    """The grey of where there is no number: white, unless white is a colour of the map."""
+    masked: str = "1.0"
+    """The grey of pairs that are masked: white, unless white is a colour of the map."""
 
     def paint(self, values: np.ndarray) -> np.ndarray:
         """RGBA bytes."""
         painted = self.map(self.norm(np.nan_to_num(values)), bytes=True)
-        painted[np.isnan(values)] = (*[round(255 * float(self.nothing))] * 3, 255)
+        painted[np.isnan(values)] = (*[round(255 * float(self.masked))] * 3, 255)
         return painted
 
 
-def colours(values: np.ndarray, *, log: bool = False) -> Colours:
+def colour_scale(values: np.ndarray, *, log: bool = False) -> ColourScale:
     """One colour from end to end; two about 0 where at least a tenth of the range lies on either side of it.
 
-    `log` is for numbers above 0 of every size: by their logarithm, from a 10,000th of the greatest.
+    `log` is for weights, which are above 0 and of every size: their logarithm, from a 10,000th of the greatest. The
+    page has the same rules in colours.js.
     """
     finite = values[np.isfinite(values)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
     if log and high > 0:
         low = min(max(low, high / 10_000), high / 10)
-        return Colours(matplotlib.colormaps["viridis"], LogNorm(low, high, clip=True))
+        return ColourScale(matplotlib.colormaps["viridis"], LogNorm(low, high, clip=True))
     if low < 0 < high and min(-low, high) >= (high - low) / 10:
         end = max(-low, high)
-        return Colours(matplotlib.colormaps["RdBu_r"], Normalize(-end, end), "0.88")
+        return ColourScale(matplotlib.colormaps["RdBu_r"], Normalize(-end, end), "0.88")
     if low == high:
-        # One colour needs a range all the same: that of 0, or of 1 where it is 0.
+        # A constant needs a range too: up to 0, or from 0 to 1 where it is 0.
         low, high = min(low, 0.0), max(high, 0.0) or float(low == 0)
-    return Colours(matplotlib.colormaps["viridis"], Normalize(low, high))
+    return ColourScale(matplotlib.colormaps["viridis"], Normalize(low, high))
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of so many inches."""
+    """An empty figure, sizes in inches."""
     return Figure(figsize=(width, height), dpi=200)
 
 
@@ -90,14 +92,13 @@ def ticks(length: int, most: int = 6) -> list[int]:
     """
     step = 10 ** max(0, math.floor(math.log10(max(1, length))) - 1)
     steps = (factor * step for factor in (1, 2, 5, 10, 20, 50, 100))
-    chosen = next(one for one in steps if -(-length // one) <= most)
-    return list(range(0, length, chosen))
+    return list(range(0, length, next(step for step in steps if -(-length // step) <= most)))
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """A number in two digits with a real minus sign; a dash where there is none.
 
-    >>> number(-0.0123), number(0.0), number(float("nan"))
+    >>> format_number(-0.0123), format_number(0.0), format_number(float("nan"))
     ('−0.012', '0', '–')
     """
     if math.isnan(value):
@@ -106,34 +107,36 @@ def number(value: float) -> str:
 
 
 def checked_path(path: str | Path, *, force: bool) -> Path:
-    """Where a picture may be written, or an error."""
+    """A path that a figure can be written to, or an error."""
+    return writable_path(path, [f".{name}" for name in FORMATS], "a figure", force=force)
+
+
+def writable_path(path: str | Path, suffixes: Sequence[str], name: str, *, force: bool) -> Path:
+    """A path with one of these suffixes that is no folder and, unless forced, no file yet; else an error."""
     path = Path(path)
-    ending = path.suffix.lower().removeprefix(".")
-    if ending not in FORMATS:
-        raise ValueError(
-            f"a picture's name must end in {', '.join(f'.{one}' for one in FORMATS)}; {path.name!r} came. Change it."
-        )
+    if path.suffix.lower() not in suffixes:
+        raise ValueError(f"the path of {name} must end in {', '.join(suffixes)}, got {path.name!r}")
     if path.is_dir():
-        raise IsADirectoryError(f"a picture must be a file; {path} is a folder. Give a name inside it.")
+        raise IsADirectoryError(f"the path of {name} must be a file, got the folder {path}")
     if path.exists() and not force:
-        raise FileExistsError(f"{path} must not be there yet; it is. Pass --force (force=True) to overwrite it.")
+        raise FileExistsError(f"{path} already exists; pass --force (force=True) to overwrite it")
     return path
 
 
 def save_picture(figure: Figure, path: str | Path, *, force: bool = False) -> Path:
-    """Write a picture as its name says, .png, .svg or .pdf, whole or not at all."""
+    """Write a figure in the format of its suffix, .png, .svg or .pdf, whole or not at all."""
     path = checked_path(path, force=force)
     return write_atomic(path, rendered(figure, path.suffix.lower().removeprefix(".")))
 
 
 def png(figure: Figure) -> bytes:
-    """A picture as the bytes of a PNG."""
+    """A figure as the bytes of a PNG."""
     return rendered(figure, "png")
 
 
 def in_few_colours(content: bytes) -> bytes:
-    """A PNG in 256 colours, which no eye tells from the first and which has less than half its bytes."""
-    from PIL import Image  # matplotlib's own
+    """A PNG in 256 colours: visually identical, and less than half the bytes."""
+    from PIL import Image  # matplotlib needs it too
 
     buffer = io.BytesIO()
     with Image.open(io.BytesIO(content)) as picture:
@@ -141,10 +144,10 @@ def in_few_colours(content: bytes) -> bytes:
     return min(content, buffer.getvalue(), key=len)
 
 
-def rendered(figure: Figure, form: str) -> bytes:
-    """A picture as bytes; the same picture gives the same bytes."""
-    said = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[form]
+def rendered(figure: Figure, file_format: str) -> bytes:
+    """A figure as bytes; the same figure gives the same bytes."""
+    metadata = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[file_format]
     buffer = io.BytesIO()
-    with matplotlib.rc_context(LETTERS | {"svg.hashsalt": "lengthwise"}):
-        figure.savefig(buffer, format=form, dpi=figure.dpi, metadata=said)
+    with matplotlib.rc_context(FONTS | {"svg.hashsalt": "lengthwise"}):
+        figure.savefig(buffer, format=file_format, dpi=figure.dpi, metadata=metadata)
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""Figures against length, step or place: a line per model with its interval, and the training length marked."""
+"""Results against length, step or position: a line per model with its interval, and the training length marked."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from lengthwise.views.canvas import GREY, LARGE, MIDDLE, SMALL, axes_at, new_figure, write
+from lengthwise.views.style import GREY, LARGE, MIDDLE, SMALL, axes_at, new_figure, write
 
 WIDTH, HEIGHT, LEFT, TOP, BELOW, KEY = 4.2, 2.9, 0.6, 0.42, 0.5, 1.35
-# Okabe and Ito's colours, told apart by colour-blind readers; beyond eight lines the dashes tell.
+# Okabe and Ito's colours, which colour-blind readers can tell apart; beyond eight lines the dashes differ.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#8C6D31")
 DASHES = ("-", "--", ":", "-.")
 MARKERS = "os^Dvphx"
@@ -18,7 +18,7 @@ APART = 0.03
 
 @dataclass(frozen=True)
 class Line:
-    """A model's values, in order, and where they surely lie if that is known."""
+    """A model's values, in order, and their intervals if these are known."""
 
     name: str
     x: Sequence[float]
@@ -39,7 +39,7 @@ def lines_figure(
 ) -> Figure:
     """Lines with their intervals; `marked` is the training length, `lengths` gives x a tick at each value."""
     if not lines:
-        raise ValueError("a figure needs a line at least; none came. Measure a model.")
+        raise ValueError("a figure must have at least one line, got none")
     figure = new_figure(LEFT + WIDTH + KEY, TOP + HEIGHT + BELOW)
     write(figure, 0.06, 0.06, title, LARGE)
     axes = axes_at(figure, LEFT, TOP, WIDTH, HEIGHT)
@@ -49,7 +49,7 @@ def lines_figure(
         axes.plot(line.x, line.y, dash, color=colour, marker=marker, markersize=3, linewidth=1.1, label=line.name)
     if log:
         axes.set_yscale("log")
-    # What a text makes hard for all widens every interval alike: the lines fill the picture, bars may run out of it.
+    # A text that is hard for all models widens every interval alike: the lines fill the figure, bars can leave it.
     axes.set_ylim(axes.get_ylim())
     for place, line in enumerate(lines):
         if line.low is not None and line.high is not None:

@@ -8,18 +8,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lengthwise.inspect.look import position_maps
-from lengthwise.inspect.show import SEQUENCES
-from lengthwise.inspect.subject import TRAINED_AT, Subject, find_subject, initial
-from lengthwise.inspect.text import sample
+from lengthwise.files import write_atomic
+from lengthwise.inspect import position_maps
+from lengthwise.loading import INITIAL_LENGTH, LoadedModel, initial_model, load_model, sample_tokens
 from lengthwise.model import LengthwiseConfig
-from lengthwise.views.canvas import checked_path, save_picture
-from lengthwise.views.maps import What
+from lengthwise.show.options import SEQUENCES
+from lengthwise.views import What
+from lengthwise.views.style import checked_path, save_picture
 
 
 @dataclass(frozen=True)
 class PaperFigure:
-    """One of them: which encoding, what is drawn, and what a reader should see once it is trained."""
+    """One figure: its encoding, what is drawn, and what a reader should see once it is trained."""
 
     number: int
     encoding: str
@@ -29,7 +29,7 @@ class PaperFigure:
 
     @property
     def name(self) -> str:
-        """The picture's name without its ending."""
+        """The file name without its suffix."""
         over = f"-{self.options['over']}" if "over" in self.options else ""
         return f"figure-{self.number:02}-{self.encoding}{over}"
 
@@ -77,33 +77,36 @@ def show_paper(
     force: bool = False,
     trust_remote_code: bool = False,
 ) -> str:
-    """Draw all figures into a folder, of trained runs where they are given; returns what each one is of."""
+    """Draw all figures into a folder, of trained models where they are given; returns what each one is of."""
     folder = Path(out or "paper-figures")
     if folder.is_file():
-        raise NotADirectoryError(f"the figures go into a folder; {folder} is a file. Name another.")
+        raise NotADirectoryError(f"--out must be a folder for the figures, got the file {folder}")
     for figure in FIGURES:
         checked_path(folder / f"{figure.name}.png", force=force)
-    trained = [find_subject(name, seed=seed, trust_remote_code=trust_remote_code) for name in names]
-    for subject in trained:
-        if not any(figure.is_of(subject.model.config) for figure in FIGURES):
+    trained = [load_model(name, seed=seed, trust_remote_code=trust_remote_code) for name in names]
+    for loaded in trained:
+        if not any(figure.is_of(loaded.model.config) for figure in FIGURES):
+            encoding = getattr(loaded.model.config, "encoding", "another model")
+            known = ", ".join(dict.fromkeys(figure.encoding for figure in FIGURES))
             raise ValueError(
-                f"a run for the paper's figures must have one of their encodings; {subject.name} has "
-                f"{getattr(subject.model.config, 'encoding', 'another model')!r}. Draw it with `lengthwise show`."
+                f"a model for the paper's figures must have one of their encodings, {known}, got {loaded.name} with "
+                f"{encoding!r}"
             )
     lines = ["# The figures of the CABLE paper, drawn anew", ""]
     for figure in FIGURES:
-        found = [subject for subject in trained if figure.is_of(subject.model.config)]
-        subject = found[0] if found else initial(figure.encoding, figure.options, seed=seed)
-        lines.append(_draw(figure, subject, folder, seed=seed, force=force))
-    (folder / "README.md").write_text("\n".join(lines) + "\n")
+        loaded = next((loaded for loaded in trained if figure.is_of(loaded.model.config)), None) or initial_model(
+            figure.encoding, figure.options, seed=seed
+        )
+        lines.append(_draw(figure, loaded, folder, seed=seed, force=force))
+    write_atomic(folder / "README.md", "\n".join(lines) + "\n")
     return "\n".join([*lines[2:], f"Wrote {len(FIGURES)} figures and README.md to {folder}."])
 
 
-def _draw(figure: PaperFigure, subject: Subject, folder: Path, *, seed: int, force: bool) -> str:
-    sequences = sample(subject, length=TRAINED_AT, text=None, seed=seed, count=SEQUENCES)
-    maps = position_maps(subject.model, sequences.ids, what=figure.what, shown="first", tokens=sequences.tokens)
+def _draw(figure: PaperFigure, loaded: LoadedModel, folder: Path, *, seed: int, force: bool) -> str:
+    sample = sample_tokens(loaded, length=INITIAL_LENGTH, seed=seed, count=SEQUENCES)
+    maps = position_maps(loaded.model, sample.ids, what=figure.what, shown="first", tokens=sample.tokens)
     name = figure.encoding if "over" not in figure.options else f"{figure.encoding} over {figure.options['over']}"
-    maps = replace(maps, model=subject.name, encoding=name)
+    maps = replace(maps, model=loaded.name, encoding=name)
     path = save_picture(maps.figure(), folder / f"{figure.name}.png", force=force)
-    state = f"trained: {subject.name}" if subject.trained else "not trained: at its initial parameters"
+    state = f"trained: {loaded.name}" if loaded.trained else "not trained: at its initial parameters"
     return f"- Figure {figure.number}, [{path.name}]({path.name}) ({state}). {figure.caption}"

@@ -1,4 +1,4 @@
-"""Mean against distance, a line per head: the one view in which encodings of every kind can be compared."""
+"""Mean against distance, a line per head: the one figure in which encodings of every kind can be compared."""
 
 from collections.abc import Sequence
 from textwrap import fill
@@ -10,87 +10,86 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from lengthwise.views.canvas import GREY, LARGE, MIDDLE, SMALL, axes_at, new_figure, write
-from lengthwise.views.canvas import colours as range_of
 from lengthwise.views.grid import checked_heads, heading, panel
-from lengthwise.views.maps import LayerMap, PositionMaps
+from lengthwise.views.maps import LayerMap, LayerMaps
+from lengthwise.views.style import GREY, LARGE, MIDDLE, SMALL, axes_at, colour_scale, new_figure, write
 
 WIDTH, HEIGHT, LEFT, TOP, BELOW, KEY = 2.9, 2.1, 0.62, 0.48, 0.42, 0.75
-"""Inches: of a panel, of the room at its left, above and below it, and of the key beside it."""
+"""Inches: a panel, the space at its left, above and below it, and the legend beside it."""
 
 
-def curves(
-    maps: PositionMaps,
+def distance_plot(
+    maps: LayerMaps,
     *,
     heads: Sequence[int] | None = None,
     log: bool = False,
     spread: bool | None = None,
 ) -> Figure:
     """The only layer's heads against distance; beside them the kernels of rotary heads where they are known."""
-    (one,) = maps.maps
-    shown = checked_heads(heads, one.heads)
-    panels = 1 if one.kernel is None else 2
+    (layer_map,) = maps.maps
+    shown = checked_heads(heads, layer_map.heads)
+    panels = 1 if layer_map.kernel is None else 2
     figure = new_figure(panels * (LEFT + WIDTH) + KEY, TOP + HEIGHT + BELOW)
-    # Some 14 letters of this size go into an inch, and there is room for two lines.
-    write(figure, 0.06, 0.06, fill(heading(maps, one), int(14 * figure.get_figwidth())), LARGE)
+    # About 14 letters of this size go into an inch, and there is space for two lines.
+    write(figure, 0.06, 0.06, fill(heading(maps, layer_map), int(14 * figure.get_figwidth())), LARGE)
     axes = axes_at(figure, LEFT, TOP, WIDTH, HEIGHT)
-    lines(axes, one, shown, spread=spread)
+    head_lines(axes, layer_map, shown, spread=spread)
     finish(axes, label(maps), log=log)
-    if one.kernel is not None:
+    if layer_map.kernel is not None:
         axes = axes_at(figure, 2 * LEFT + WIDTH, TOP, WIDTH, HEIGHT)
-        plot(axes, np.arange(one.kernel.shape[1]), one.kernel, shown)
+        plot(axes, np.arange(layer_map.kernel.shape[1]), layer_map.kernel, shown)
         finish(axes, "score of the mean query and key", log=log)
     axes.legend(fontsize=SMALL, loc="upper left", bbox_to_anchor=(1.01, 1.02), frameon=False, labelspacing=0.35)
     return figure
 
 
 def compare(
-    several: Sequence[PositionMaps], *, layer: int | None = None, heads: Sequence[int] | None = None, log: bool = False
+    several: Sequence[LayerMaps], *, layer: int | None = None, heads: Sequence[int] | None = None, log: bool = False
 ) -> Figure:
     """Several models side by side, a column each: curves against distance on one scale, and below them a few maps.
 
     `layer` is the last of each if not given; `heads` are those whose maps are drawn, the first three by default.
     """
     if not several:
-        raise ValueError("a comparison needs one model's maps at least; none came. Give a list of PositionMaps.")
-    ones = [maps.only(layer).maps[0] for maps in several]
-    mapped = all(one.described is not None or one.tiles is not None for one in ones)
-    shown = checked_heads(
-        range(min(3, min(o.heads for o in ones))) if heads is None else heads, min(o.heads for o in ones)
-    )
+        raise ValueError("a comparison must have the maps of at least one model, got none")
+    layer_maps = [maps.only(layer).maps[0] for maps in several]
+    have_maps = all(layer_map.described is not None or layer_map.tiles is not None for layer_map in layer_maps)
+    fewest = min(layer_map.heads for layer_map in layer_maps)
+    shown = checked_heads(range(min(3, fewest)) if heads is None else heads, fewest)
     width, side = 2.3, 1.5
-    rows = shown if mapped else []
-    figure = new_figure(len(ones) * (LEFT + width), TOP + HEIGHT + BELOW + len(rows) * (side + 0.3))
+    rows = shown if have_maps else []
+    figure = new_figure(len(several) * (LEFT + width), TOP + HEIGHT + BELOW + len(rows) * (side + 0.3))
     first: Axes | None = None
-    for column, (maps, one) in enumerate(zip(several, ones, strict=True)):
+    for column, (maps, layer_map) in enumerate(zip(several, layer_maps, strict=True)):
         left = column * (LEFT + width) + LEFT
         axes = axes_at(figure, left, TOP, width - 0.15, HEIGHT)
         if first is not None and maps.what == several[0].what:
             axes.sharey(first)
         first = first or axes
-        lines(axes, one, checked_heads(None, one.heads), spread=False)
+        head_lines(axes, layer_map, checked_heads(None, layer_map.heads), spread=False)
         finish(axes, label(maps), log=log)
         axes.set_title(f"{maps.encoding}: {maps.what}", size=MIDDLE)
         for row, head in enumerate(rows):
             top = TOP + HEIGHT + BELOW + row * (side + 0.3) + 0.1
-            image = one.pooled(256).mean[head].numpy()
+            image = layer_map.pooled(256).mean[head].numpy()
             bar = axes_at(figure, left + side + 0.06, top, 0.06, side)
-            place = axes_at(figure, left, top, side, side)
-            panel(place, one, image, range_of(image, log=maps.what == "weights"), bar)
-            place.set_ylabel(f"Head {head + 1}", size=SMALL, labelpad=1)
+            map_axes = axes_at(figure, left, top, side, side)
+            panel(map_axes, layer_map, image, colour_scale(image, log=maps.what == "weights"), bar)
+            map_axes.set_ylabel(f"Head {head + 1}", size=SMALL, labelpad=1)
     write(figure, 0.06, 0.06, ", ".join(dict.fromkeys(maps.model for maps in several)), LARGE)
     return figure
 
 
-def lines(axes: Axes, one: LayerMap, heads: Sequence[int], *, spread: bool | None) -> None:
+def head_lines(axes: Axes, layer_map: LayerMap, heads: Sequence[int], *, spread: bool | None) -> None:
     """The mean of each head, shaded by its spread where there is any."""
-    plot(axes, one.profile.distances.numpy(), one.profile.mean, heads)
-    shade = bool((one.profile.spread.nan_to_num() > 0).any()) and len(heads) <= 4 if spread is None else spread
+    profile = layer_map.profile
+    plot(axes, profile.distances.numpy(), profile.mean, heads)
+    shade = bool((profile.spread.nan_to_num() > 0).any()) and len(heads) <= 4 if spread is None else spread
     if not shade:
         return
-    for head, colour in zip(heads, shades(one.heads)[list(heads)], strict=True):
-        mean, around = one.profile.mean[head].numpy(), one.profile.spread[head].numpy()
-        axes.fill_between(one.profile.distances, mean - around, mean + around, color=colour, alpha=0.15, linewidth=0)
+    for head, colour in zip(heads, shades(layer_map.heads)[list(heads)], strict=True):
+        mean, deviation = profile.mean[head].numpy(), profile.spread[head].numpy()
+        axes.fill_between(profile.distances, mean - deviation, mean + deviation, color=colour, alpha=0.15, linewidth=0)
 
 
 def plot(axes: Axes, distances: np.ndarray, values: Float[Tensor, "head distance"], heads: Sequence[int]) -> None:
@@ -99,12 +98,12 @@ def plot(axes: Axes, distances: np.ndarray, values: Float[Tensor, "head distance
         axes.plot(distances, values[head].numpy(), color=colour, linewidth=0.9, label=f"Head {head + 1}")
 
 
-def finish(axes: Axes, what: str, *, log: bool) -> None:
-    """Labels, ticks and the kind of axis; logarithmic but for distances 0 and 1, so that 0 is there too."""
+def finish(axes: Axes, height: str, *, log: bool) -> None:
+    """Labels, ticks and the kind of axis; a logarithmic one is linear from 0 to 1, so that 0 is on it."""
     if log:
         axes.set_xscale("symlog", linthresh=1, base=10)
     axes.set_xlabel("distance (query \N{MINUS SIGN} key)", size=MIDDLE)
-    axes.set_ylabel(what, size=MIDDLE)
+    axes.set_ylabel(height, size=MIDDLE)
     axes.tick_params(labelsize=SMALL, length=2, width=0.5)
     axes.axhline(0, color=GREY, linewidth=0.4, zorder=0)
     for edge in axes.spines.values():
@@ -112,11 +111,11 @@ def finish(axes: Axes, what: str, *, log: bool) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def label(maps: PositionMaps) -> str:
-    """What the height of a line is."""
+def label(maps: LayerMaps) -> str:
+    """The label of the vertical axis."""
     return {"profile": "mean score", "bias": "bias"}.get(maps.what, f"mean of {maps.what}")
 
 
 def shades(heads: int) -> np.ndarray:
-    """A colour per head in their order, readable without telling red from green; the palest left out."""
+    """A colour per head, in order, readable without telling red from green; without the palest."""
     return matplotlib.colormaps["viridis"](np.linspace(0, 0.92, heads))

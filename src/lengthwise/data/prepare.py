@@ -1,8 +1,8 @@
-"""A source and a tokenizer to token files: once, in parallel, resumable, and never more than a piece of it in memory.
+"""From a source and a tokenizer to token files: once, resumable, and never more than a piece of it in memory.
 
-Shards are cut by characters, before anything is tokenized: so a shard that is missing or damaged is made again alone,
-and a preparation that was interrupted goes on with the first shard that is not whole. The tokenizer itself runs on all
-cores. Processes that want the same tokens wait for the first of them.
+Shards are cut by characters, before anything is tokenized: a shard that is missing or damaged is written again alone,
+and an interrupted preparation goes on with the first shard that is not complete. The tokenizer itself runs on all
+cores. Processes that need the same tokens wait for the first of them.
 """
 
 import fcntl
@@ -41,27 +41,27 @@ def prepare(
 ) -> Tokens:
     """The tokens of one split of a source, every document followed by the tokenizer's end-of-text token.
 
-    Without `verify` the files' sizes are looked at but not their checksums.
+    Without `verify` the files' sizes are checked but not their checksums.
     """
     key = "\n".join((resolve(source).fingerprint(), tokenizer_hash(tokenizer), split, str(shard)))
     folder = (cache or cache_folder()) / "tokens" / hashlib.sha256(key.encode()).hexdigest()[:24]
     folder.mkdir(parents=True, exist_ok=True)
-    with _alone(folder):
-        whole = folder / "whole.json"
-        paths = [folder / name for name in json.loads(whole.read_text())] if whole.exists() else []
-        if not paths or not all(_is_whole(path, deep=verify) for path in paths):
-            paths = _make(source, tokenizer, split, folder, shard)
-            write_atomic(whole, json.dumps([path.name for path in paths]))
+    with _locked(folder):
+        index = folder / "whole.json"
+        paths = [folder / name for name in json.loads(index.read_text())] if index.exists() else []
+        if not paths or not all(_is_complete(path, deep=verify) for path in paths):
+            paths = _write_shards(source, tokenizer, split, folder, shard)
+            write_atomic(index, json.dumps([path.name for path in paths]))
     shards = [Shard.read(path) for path in paths]
-    if sum(found.documents for found in shards) == 0:
-        raise ValueError(
-            f"the {split} split of {str(source)!r} must have a document; it is empty. Add text, or name other data."
-        )
+    if sum(shard.documents for shard in shards) == 0:
+        raise ValueError(f"the {split} split of {str(source)!r} must have at least one document, got none")
     return Tokens(paths, shards, end=tokenizer.eos_token_id)
 
 
-def _make(source: str | Path, tokenizer: PreTrainedTokenizerFast, split: Split, folder: Path, size: int) -> list[Path]:
-    """Every shard of the split; whole ones are kept, after their checksums were seen to be right."""
+def _write_shards(
+    source: str | Path, tokenizer: PreTrainedTokenizerFast, split: Split, folder: Path, size: int
+) -> list[Path]:
+    """Every shard of the split; those that are complete by their checksums stay."""
     texts = documents(source, split)
     paths: list[Path] = []
     bar = tqdm(desc=f"tokens, {split}", unit="char", unit_scale=True, disable=not sys.stderr.isatty(), leave=False)
@@ -69,7 +69,7 @@ def _make(source: str | Path, tokenizer: PreTrainedTokenizerFast, split: Split, 
         for group in _groups(texts, size):
             path = folder / f"shard-{len(paths):05d}.bin"
             paths.append(path)
-            if _is_whole(path, deep=True):
+            if _is_complete(path, deep=True):
                 bar.update(sum(len(text) for text in group))
             else:
                 _write(path, group, tokenizer, bar)
@@ -78,7 +78,7 @@ def _make(source: str | Path, tokenizer: PreTrainedTokenizerFast, split: Split, 
 
 
 def _groups(texts: Iterator[str], size: int) -> Iterator[Iterator[str]]:
-    """The documents in groups of at least `size` characters. Each group must be read before the next is asked for."""
+    """The documents in groups of at least `size` characters. Each group must be read before the next."""
     for first in texts:
         yield _group(first, texts, size)
 
@@ -110,11 +110,11 @@ def _write(path: Path, texts: Iterator[str], tokenizer: PreTrainedTokenizerFast,
 
 
 def _encoded(batch: list[str], tokenizer: PreTrainedTokenizerFast) -> Iterator[list[int]]:
-    """Token ids of each text. A text that spells out a special token does not become one: it is only text."""
+    """Token ids of each text. A text that spells out a special token stays text."""
     backend = tokenizer.backend_tokenizer
     before, backend.encode_special_tokens = backend.encode_special_tokens, True
     try:
-        yield from (found.ids for found in backend.encode_batch_fast(batch, add_special_tokens=False))
+        yield from (encoded.ids for encoded in backend.encode_batch_fast(batch, add_special_tokens=False))
     finally:
         backend.encode_special_tokens = before
 
@@ -132,8 +132,8 @@ def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _is_whole(path: Path, *, deep: bool) -> bool:
-    """Whether a shard can be used; a damaged one is named and will be made again."""
+def _is_complete(path: Path, *, deep: bool) -> bool:
+    """Whether a shard can be used; a damaged one is logged and will be written again."""
     if not path.with_suffix(".json").exists():
         return False
     try:
@@ -141,12 +141,12 @@ def _is_whole(path: Path, *, deep: bool) -> bool:
     except (ValueError, TypeError) as error:
         fault = f"its sidecar cannot be read ({error})"
     if fault:
-        log.warning("token file %s is damaged: %s. It is made again.", path, fault)
+        log.warning("token file %s is damaged: %s; it is written again", path, fault)
     return fault is None
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     with (folder / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,0 +1,153 @@
+"""The models that a server offers: encodings, and the runs, checkpoints and studies that it was given.
+
+Folders are read anew for every request, since runs come and go. What a browser sends is only ever compared with these
+names: no path from a browser is opened.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lengthwise.encodings import ENCODINGS
+from lengthwise.runs import Run
+
+STUDY = "study.json"
+DEFAULT_FOLDERS = ("runs", "study")
+"""Where `lengthwise train` and `lengthwise study` write by default."""
+
+POINTS = 60
+"""How many points a run's curve of losses has at most."""
+
+
+class Catalog:
+    """The models by the names that the page shows."""
+
+    def __init__(self, sources: Sequence[str] = ()) -> None:
+        self.sources = list(sources)
+        for source in self.sources:
+            if source not in ENCODINGS and Path(source).is_dir() and not any(self._models_in(Path(source))):
+                raise ValueError(
+                    f"expected a run, a checkpoint, a study or a folder of them, got {source}, which has none"
+                )
+
+    def runs(self) -> dict[str, Path]:
+        """Runs by name, with the folder above where two have the same."""
+        return _by_name(path for path in self._models() if Run.is_run(path))
+
+    def checkpoints(self) -> dict[str, str]:
+        """Checkpoint folders by name, and names on the hub as they are."""
+        folders = _by_name(path for path in self._models() if not Run.is_run(path) and _is_checkpoint(path))
+        hub = [name for name in self.sources if not Path(name).exists() and name not in ENCODINGS]
+        return {name: str(path) for name, path in folders.items()} | {name: name for name in hub}
+
+    def source(self, name: str) -> str:
+        """What `load_model` takes for a name that the page shows, or an error."""
+        runs, checkpoints = self.runs(), self.checkpoints()
+        if name in runs:
+            return str(runs[name])
+        if name in checkpoints:
+            return checkpoints[name]
+        if name in ENCODINGS:
+            return name
+        raise LookupError(f"model must be one that is offered now, got {name!r}")
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The names of models that can be looked at, the first of which the page opens with."""
+        finished = [name for name, path in self.runs().items() if _is_finished(path)]
+        groups = {"runs": finished, "checkpoints": list(self.checkpoints())}
+        groups["encodings at their initial parameters"] = list(ENCODINGS)
+        return [{"label": label, "names": names} for label, names in groups.items()]
+
+    def cards(self) -> dict[str, list[dict[str, Any]]]:
+        """The runs with how far they are, and the table of every study."""
+        runs = [_run_card(name, path) for name, path in self.runs().items()]
+        folders = dict.fromkeys(path for root in self._roots() for path in (root, *_folders(root)))
+        return {"runs": runs, "studies": [card for path in folders for card in _study_card(path)]}
+
+    def _roots(self) -> list[Path]:
+        return [path for path in map(Path, self.sources or DEFAULT_FOLDERS) if path.is_dir()]
+
+    def _models(self) -> Iterator[Path]:
+        for root in self._roots():
+            yield from self._models_in(root)
+
+    @staticmethod
+    def _models_in(root: Path) -> Iterator[Path]:
+        """A folder itself, or the runs and checkpoints in it and in its folder `runs`."""
+        if Run.is_run(root) or _is_checkpoint(root):
+            yield root
+            return
+        for path in (*_folders(root), *_folders(root / "runs")):
+            if Run.is_run(path) or _is_checkpoint(path):
+                yield path
+
+
+def _folders(root: Path) -> list[Path]:
+    try:
+        return sorted(path for path in root.iterdir() if path.is_dir())
+    except OSError:
+        return []
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / "config.json").is_file()
+
+
+def _is_finished(path: Path) -> bool:
+    try:
+        return Run(path).is_finished
+    except OSError:
+        return False
+
+
+def _by_name(paths: Iterator[Path]) -> dict[str, Path]:
+    named: dict[str, Path] = {}
+    for path in paths:
+        absolute = path.resolve()
+        name = absolute.name if absolute.name not in named else f"{absolute.parent.name}/{absolute.name}"
+        named.setdefault(name, path)
+    return named
+
+
+def _run_card(name: str, path: Path) -> dict[str, Any]:
+    """A run and how far it is; one that is damaged or going away says so and hides no other."""
+    try:
+        run = Run(path)
+        config, metrics, finished = run.config, run.metrics, run.is_finished
+        state = "finished" if finished else "training now" if run.is_being_written else "stopped"
+    except (OSError, ValueError) as error:
+        return {"name": name, "state": f"cannot be read: {error}", "finished": False, "losses": []}
+    losses = [line["loss"] for line in metrics if isinstance(line.get("loss"), float)]
+    # JSON has no NaN, and neither has a curve.
+    curve = [loss for loss in losses if math.isfinite(loss)]
+    return {
+        "name": name,
+        "encoding": str(config.get("encoding", "")),
+        "step": int(metrics[-1].get("step", 0)) if metrics else 0,
+        "steps": config.get("steps") if isinstance(config.get("steps"), int) else None,
+        "loss": f"{losses[-1]:.3f}" if losses else "",
+        "state": state,
+        "finished": finished,
+        "losses": curve[:: max(1, len(curve) // POINTS)],
+    }
+
+
+def _study_card(folder: Path) -> list[dict[str, Any]]:
+    """The table that a study wrote, if there is one."""
+    try:
+        study = json.loads((folder / STUDY).read_text(encoding="utf-8"))
+        lengths = sorted({int(length) for row in study["rows"] for length in row["values"]})
+        rows = [
+            [row["encoding"], *(_number(row["values"].get(str(length))) for length in lengths)] for row in study["rows"]
+        ]
+        metric, train_length = str(study["metric"]).replace("_", " "), study["train_length"]
+        title = f"{folder.resolve().name}: {metric} by length, trained at {train_length:,}"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+    return [{"title": title, "head": ["encoding", *(f"{length:,}" for length in lengths)], "rows": rows}]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

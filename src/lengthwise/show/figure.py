@@ -1,0 +1,46 @@
+"""`lengthwise show`: from names to a figure, and a line on what it shows."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from lengthwise.show.options import ShowOptions, check_names, compute_views, parse_numbers
+from lengthwise.views import PositionMaps
+from lengthwise.views.distance_plot import compare
+from lengthwise.views.style import checked_path, save_picture
+
+
+def show_figure(
+    names: Sequence[str], options: ShowOptions | None = None, *, out: str | None = None, force: bool = False
+) -> str:
+    """Draw models, several side by side; returns what was drawn and where it is."""
+    options = options or ShowOptions()
+    check_names(names)
+    if options.detail is not None:
+        raise ValueError(f"--detail must be with --out NAME.html, since only a page has cells, got {options.detail!r}")
+    path = checked_path(out or f"{'-'.join(Path(name).name for name in names)}.png", force=force)
+    heads = None if options.heads is None else parse_numbers("heads", options.heads)
+    shown = [model_maps(name, options) for name in names]
+    save_picture(_draw([maps for maps, _ in shown], heads), path, force=force)
+    return "\n".join([*(line for _, line in shown), f"Wrote {path}."])
+
+
+def model_maps(name: str, options: ShowOptions) -> tuple[PositionMaps, str]:
+    """The maps of a model by its name, and a line on what they are."""
+    loaded = options.load(name)
+    sample = options.sample(loaded)
+    whats = None if options.what is None else [options.what]
+    views = compute_views(loaded, sample, options.layers("last"), whats, part=options.part)
+    maps = views[options.what or ("bias" if "bias" in views else "scores")]
+    note = "" if options.what or maps.what == "bias" else " (it adds no bias, so the scores)"
+    return maps, f"{maps.title}{note}, {sample.ids.shape[1]} tokens of {sample.description}."
+
+
+def _draw(models: list[PositionMaps], heads: list[int] | None) -> Figure:
+    if len(models) > 1:
+        return compare(models, heads=heads)
+    (maps,) = models
+    if maps.what == "profile":
+        return maps.curves(heads=heads)
+    return maps.figure(heads=heads) if len(maps.layers) == 1 else maps.overview()
