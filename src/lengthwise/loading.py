@@ -70,11 +70,7 @@ class LoadedModel:
     @property
     def vocabulary(self) -> str:
         """The same for tokenizers that are the same; "" without one."""
-        if self.tokenizer is None:
-            return ""
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        text = backend.to_str() if backend is not None else repr(sorted(self.tokenizer.get_vocab().items()))
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return "" if self.tokenizer is None else tokenizer_id(self.tokenizer)
 
 
 def load_model(
@@ -94,7 +90,8 @@ def load_model(
     place = resolve_device(device)
     if str(source) in ENCODINGS:
         loaded = initial_model(str(source), seed=seed)
-        return LoadedModel(name or loaded.name, loaded.model.to(place), loaded.tokenizer, trained=False)
+        model: Any = loaded.model
+        return LoadedModel(name or loaded.name, model.to(place), loaded.tokenizer, trained=False)
     checkpoint = resolve_checkpoint(source)
     with _progress_bars_on_terminals_only():
         model, tokenizer = _from_pretrained(checkpoint, dtype, trust_remote_code=trust_remote_code)
@@ -106,6 +103,18 @@ def load_model(
     other, data = run.config.get("held_out"), run.config.get("data", "stdlib")
     split: Split = "all" if other else "held-out"
     return LoadedModel(name or run.name, model, tokenizer, trained=True, source=other or data, split=split)
+
+
+def tokenizer_id(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The same for tokenizers that are the same, fast or not."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    text = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def load_tokenizer_of(source: str | Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a run, a checkpoint folder or a name on the hub; None if it has none."""
+    return _tokenizer(resolve_checkpoint(source), trust_remote_code=False)
 
 
 def initial_model(
@@ -145,11 +154,11 @@ def resolve_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.device(device)
-    except RuntimeError as error:
-        raise LoadError(
-            f"device must be 'auto' or one that torch knows, got {device!r}: {_first_line(error)}"
-        ) from None
+        place = torch.device(device)
+        torch.zeros(1, device=place).item()
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        raise LoadError(f"device must be 'auto' or one that works here, got {device!r}: {_first_line(error)}") from None
+    return place
 
 
 _EXPECTED = "expected an encoding, a run, a checkpoint folder or a name on the hub"
@@ -157,7 +166,7 @@ _EXPECTED = "expected an encoding, a run, a checkpoint folder or a name on the h
 
 def _from_pretrained(
     checkpoint: str, dtype: torch.dtype | str, *, trust_remote_code: bool
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+) -> tuple[Any, PreTrainedTokenizerBase | None]:
     refuse_pickles(checkpoint)
     try:
         config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
