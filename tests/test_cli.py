@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from lengthwise.cli import COMMANDS, evaluate_parser, main, train_parser
 from lengthwise.data import load_tokenizer
 from lengthwise.errors import UserError
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
-from lengthwise.train import TrainConfig
 
 
 def test_encodings_prints_a_row_for_every_encoding(capsys):
@@ -135,16 +133,9 @@ ANYTHING = {"study": {"--title", "--data", "--tokenizer", "--device", "--text"}}
 
 def test_every_option_that_is_a_string_has_its_nonsense_here():
     for name, command in COMMANDS.items():
-        strings = {
-            option
-            for option, kind in command.parser().option_types.items()
-            if option.startswith("--") and ("str" in str(kind) and "dict" not in str(kind))
-        }
-        flags = {"--paper", "--force", "--trust-remote-code", "--plan", "--print-config", "--help"} - {
-            *NONSENSE.get(name, {})
-        }
-        bools = {f"--{field.name.replace('_', '-')}" for field in fields(TrainConfig) if field.type is bool}
-        assert strings - flags - bools - {"--train"} == {*NONSENSE.get(name, {})} | ANYTHING.get(name, set()), name
+        types = command.parser().option_types
+        strings = {n for n, kind in types.items() if n.startswith("--") and kind in (str, str | None, list[str])}
+        assert strings == NONSENSE.get(name, {}).keys() | ANYTHING.get(name, set()), name
 
 
 @pytest.fixture(scope="module")
@@ -212,15 +203,16 @@ def test_a_name_of_the_hub_without_a_network_is_one_line(command):
     done = subprocess.run(arguments, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     assert done.returncode == 2
     (line,) = done.stderr.strip().splitlines()
-    assert line.startswith(f"lengthwise {command}: expected ")
-    assert "got 'owner/no-such-model'" in line
+    assert line.startswith(f"lengthwise {command}: ")
+    assert "an encoding, a run, a checkpoint folder or a name on the hub" in line
+    assert "'owner/no-such-model'" in line
 
 
 def test_an_empty_folder_is_refused_by_what_it_lacks(tmp_path, capsys):
     for command in ("show", "evaluate"):
         line = failure_line(capsys, [command, str(tmp_path)])
-        assert "expected an encoding, a run, a checkpoint folder or a name on the hub, got" in line
-        assert "neither config.yaml nor config.json" in line
+        assert "an encoding, a run, a checkpoint folder or a name on the hub" in line
+        assert "config.json" in line
 
 
 def test_bytes_that_are_not_utf_8_are_named_with_their_file(small_run, tmp_path, capsys, monkeypatch):

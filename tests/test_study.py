@@ -340,6 +340,8 @@ def test_the_papers_figures_stand_beside_ours(tmp_path, in_process):
         ({"tasks": ["sing"]}, "unknown task 'sing'"),
         ({"rope": ["yarn"]}, "TYPE:FACTOR"),
         ({"lengths": [0]}, "length must be a positive int"),
+        ({"windows": 0}, "windows must be a positive int"),
+        ({"stride": -1}, "stride must be a positive int"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_trained(tmp_path, in_process, change, words):

@@ -202,6 +202,8 @@ def test_a_config_cannot_bring_objects(tmp_path, capsys):
         ({"steps": 0}, "steps must be a positive int, got 0"),
         ({"warmup": 11}, "warmup must end before the last step, 11, got 11"),
         ({"learning_rate": -1.0}, "learning_rate must be a number above 0, got -1.0"),
+        ({"beta2": 1.0}, "beta2 must be a number from 0 to below 1, got 1.0"),
+        ({"weight_decay": -0.1}, "weight_decay must be a number, 0 or more, got -0.1"),
         ({"evaluate_lengths": [33, 9999]}, "measured at 9999 tokens: the held-out split has"),
         ({"encoding": "learned", "evaluate_lengths": [34]}, "the encoding 'learned' ends at 33"),
         ({"length": 20_011, "batch_tokens": 20_011}, "one sequence of 20011 tokens at least; it has"),

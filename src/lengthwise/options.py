@@ -45,7 +45,6 @@ class OptionParser(ArgumentParser):
     """jsonargparse's parser with the spelling and the errors of this package."""
 
     def __init__(self, **options: Any) -> None:
-        # Before jsonargparse adds its own options.
         self.option_types: dict[str, Any] = {}
         super().__init__(print_config="--print-config", **options)
 
@@ -57,16 +56,18 @@ class OptionParser(ArgumentParser):
         for action in self._actions:
             if action.dest in added:
                 action.help = added[action.dest]
-                self.option_types |= dict.fromkeys(action.option_strings, types[action.dest])
+                self.option_types[action.option_strings[0]] = types[action.dest]
 
     def add_argument(self, *names: str, **options: Any) -> Any:
         """As argparse's: with dashes, and --name / --no-name for a bool."""
         # jsonargparse adds --print_shtab itself at every parsing, unless an option is called so.
         spelled = tuple(re.sub("^--(?!print_shtab).*", lambda n: n[0].replace("_", "-"), name) for name in names)
-        if options.get("type") is bool:
+        action = options.get("action")
+        kind = options.get("type", str if action in (None, "config") else bool if action == "store_true" else None)
+        self.option_types |= dict.fromkeys(spelled, kind)
+        if kind is bool and action is None:
             options = {key: value for key, value in options.items() if key != "type"}
             options["action"] = ActionYesNo(no_prefix="no-")
-        self.option_types |= dict.fromkeys(spelled, options.get("type", str))
         return super().add_argument(*spelled, **options)
 
     def parse_args(  # type: ignore[override]

@@ -44,8 +44,19 @@ class EvalConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedEvalConfig(EvalConfig):
-    """A config with no option left open."""
+    """A config with no option left open, checked before a model is loaded or trained."""
 
     lengths: list[int]
     text: str
     windows: int
+
+    def __post_init__(self) -> None:
+        from lengthwise.errors import check_int
+
+        if not self.lengths:
+            raise ValueError("there must be a length to measure at, got none; give e.g. --lengths 128 256 512")
+        for name in ("windows", "examples", "stride", "chunk"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name))
+        for length in self.lengths:
+            check_int("length", length)

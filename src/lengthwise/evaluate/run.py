@@ -13,7 +13,7 @@ from lengthwise.data import documents
 from lengthwise.encodings import ENCODINGS
 from lengthwise.evaluate.config import EvalConfig, ResolvedEvalConfig
 from lengthwise.evaluate.corpus import Corpus, read_corpus
-from lengthwise.evaluate.perplexity import Score, checked_lengths, score_lengths
+from lengthwise.evaluate.perplexity import Score, score_lengths
 from lengthwise.evaluate.rope_override import Scaling, parse_scaling, uses_rope, with_scaling
 from lengthwise.evaluate.table import LengthTable, aligned, length_figure, position_figure
 from lengthwise.evaluate.tasks import TaskScore, score_task, task_rows
@@ -74,7 +74,6 @@ def evaluate_models(
     resolved = config.resolved()
     named = [_split_name(source) for source in sources]
     _check_names([name for name, _ in named])
-    checked_lengths(resolved.lengths)
     for task in resolved.tasks:
         find_task(task)
     scalings = [parse_scaling(scaling) for scaling in resolved.rope]

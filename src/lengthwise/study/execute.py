@@ -29,7 +29,6 @@ from lengthwise.errors import check_int
 from lengthwise.evaluate import LengthTable, Score
 from lengthwise.evaluate.config import ResolvedEvalConfig
 from lengthwise.evaluate.corpus import Corpus
-from lengthwise.evaluate.perplexity import checked_lengths
 from lengthwise.evaluate.rope_override import parse_scaling
 from lengthwise.evaluate.run import Corpora, load_for_evaluation, score_model, score_tasks
 from lengthwise.evaluate.tasks import TaskScore
@@ -116,7 +115,7 @@ def evaluation_of(config: StudyConfig, run: StudyRun) -> ResolvedEvalConfig:
         find_task(task)
     for scaling in evaluation.rope:
         parse_scaling(scaling)
-    return dataclasses.replace(evaluation, lengths=checked_lengths(evaluation.lengths))
+    return dataclasses.replace(evaluation, lengths=sorted(set(evaluation.lengths)))
 
 
 class RunEvaluator:

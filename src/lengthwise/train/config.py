@@ -151,6 +151,11 @@ class ResolvedTrainConfig(Recipe, TrainConfig):
             check_int(name, getattr(self, name), least=0)
         for name in ("learning_rate", "final_learning_rate", "clip"):
             check_number(name, getattr(self, name))
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be a number from 0 to below 1, got {getattr(self, name)}")
+        if self.weight_decay < 0:
+            raise ValueError(f"weight_decay must be a number, 0 or more, got {self.weight_decay}")
         check_int("length", self.length, least=2)
         for length in self.evaluate_lengths or ():
             check_int("evaluate_lengths", length, least=2)
