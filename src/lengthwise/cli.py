@@ -58,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         # A run continues with its own config; options of the command line are compared with it.
         parsers["train"].default_config_files = config_of_run(chosen.train.out)
         chosen = parser.parse_args(words)
-    options = dict(chosen[chosen.subcommand] or {})
+    # Without what jsonargparse notes beside the options, such as the files that it read.
+    options = dict(chosen[chosen.subcommand].clone(with_meta=False)) if chosen[chosen.subcommand] else {}
     options.pop("config", None)
     print(user_errors(chosen.subcommand, COMMANDS[chosen.subcommand].run)(**options))
 
