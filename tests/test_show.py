@@ -142,7 +142,7 @@ def remote_code(folder):
         (["remote"], "needs code of its own.*--trust-remote-code"),
         (["none", "--what", "bias"], "adds none"),
         (["mine", "--paper", "--out", "empty/config.txt"], "figures go into a folder"),
-        (["--paper", "--length", "99"], "figures decide length themselves; 99 came"),
+        (["--paper", "--length", "99"], "figures decide length themselves, got --length 99"),
         (["mine", "--paper"], "of their encodings; mine has 'fox'"),
     ],
 )

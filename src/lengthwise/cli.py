@@ -144,7 +144,7 @@ def show(**options: Any) -> str:
     if paper:
         for name in ("layer", "heads", "what", "part", "length", "text"):
             if (value := options.pop(name)) is not None:
-                raise ValueError(f"--{name} is set by the paper's figures themselves, got {value!r}; leave it out")
+                raise ValueError(f"the paper's figures decide {name} themselves, got --{name} {value}; leave it out")
         from lengthwise.inspect.paper import show_paper
 
         return show_paper(names, **options)

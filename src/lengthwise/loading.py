@@ -99,7 +99,7 @@ def load_model(
     if not Run.is_run(source):
         return LoadedModel(name or Path(source).resolve().name, model, tokenizer, trained=True)
     run = Run(source)
-    # Data that was named as held out is so as a whole; else it is the part of the data that was kept back.
+    # Data that was named as held out is so as a whole; else it is the held-out part of the data.
     other, data = run.config.get("held_out"), run.config.get("data", "stdlib")
     split: Split = "all" if other else "held-out"
     return LoadedModel(name or run.name, model, tokenizer, trained=True, source=other or data, split=split)
@@ -144,7 +144,7 @@ def resolve_checkpoint(source: str | Path) -> str:
         raise LoadError(f"{_EXPECTED}, got {str(source)!r}, which has neither config.yaml nor config.json")
     close = difflib.get_close_matches(str(source), ENCODINGS, n=1, cutoff=0.75)
     if close and not folder.exists():
-        # Before the hub is asked, which takes long where there is no network.
+        # Before a request to the hub, which takes long where there is no network.
         raise LoadError(f"{_EXPECTED}, got {str(source)!r}; did you mean {close[0]!r}?")
     return str(source)
 
