@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import lengthwise as lw
 from lengthwise.attention import BACKENDS, info
-from lengthwise.cli import COMMANDS, evaluate_parser, main, train_parser
+from lengthwise.cli import COMMANDS, evaluate_parser, main, study_parser, train_parser
 from lengthwise.data import load_tokenizer
 from lengthwise.errors import UserError
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
@@ -88,7 +89,7 @@ def failure_line(capsys, arguments: list[str]) -> str:
         main(arguments)
     output = capsys.readouterr()
     assert ended.value.code == 2, output
-    (line,) = output.err.strip().splitlines()
+    (line,) = [line for line in output.err.strip().splitlines() if "%|" not in line]  # not the bars of transformers
     command = f"lengthwise {arguments[0]}" if arguments and arguments[0] in COMMANDS else "lengthwise"
     assert line.startswith(f"{command}: ")
     return line
@@ -124,11 +125,11 @@ NONSENSE = {
     "evaluate": {"--text": "x", "--rope": "x", "--tasks": "x", "--device": "x", "--out": "/dev/null/x"},
     "study": {
         **{"--config": "/dev/null/x", "--out": "/dev/null/x", "--encodings": "x", "--paper": "x", "--preset": "x"},
-        **{"--rope": "x", "--tasks": "x"},
+        **{"--rope": "x", "--tasks": "x", "--data": "x", "--tokenizer": "x", "--device": "x", "--text": "x"},
     },
 }
-ANYTHING = {"study": {"--title", "--data", "--tokenizer", "--device", "--text"}}
-"""Any text will do for a title; the others are read by the runs, whose failures are part of the report."""
+ANYTHING = {"study": {"--title"}}
+"""Any text will do for a title."""
 
 
 def test_every_option_that_is_a_string_has_its_nonsense_here():
@@ -206,6 +207,35 @@ def test_a_name_of_the_hub_without_a_network_is_one_line(command):
     assert line.startswith(f"lengthwise {command}: ")
     assert "an encoding, a run, a checkpoint folder or a name on the hub" in line
     assert "'owner/no-such-model'" in line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("command", ["train", "evaluate", "study"])
+def test_a_device_that_is_not_there_is_one_line(command, small_run, capsys):
+    line = failure_line(capsys, [command, *small_run[command], "--device", "cuda"])
+    assert "device must be 'auto' or one that works here, got 'cuda'" in line
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("steps: [3\n", "config"),
+        ("stepz: 3\n", "stepz"),
+        ("steps: many\n", "--steps must be an int or null, got 'many'"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "study"])
+def test_a_config_file_with_an_error_is_one_line(command, content, words, tmp_path, capsys):
+    (tmp_path / "bad.yaml").write_text(content)
+    assert words in failure_line(capsys, [command, "--config", str(tmp_path / "bad.yaml")])
+
+
+def test_a_config_file_of_the_first_edition_is_read(tmp_path):
+    """As its --print_config wrote it, with null for what was left open."""
+    path = tmp_path / "old.yaml"
+    path.write_text("lengths: null\ntext: null\nstride: null\nwindows: 64\nsteps: null\ntrain: false\nsizes: null\n")
+    parsed = study_parser().parse_args(["--config", str(path)])
+    assert (parsed.lengths, parsed.text, parsed.windows, parsed.train) == (None, None, 64, False)
 
 
 def test_an_empty_folder_is_refused_by_what_it_lacks(tmp_path, capsys):

@@ -24,6 +24,7 @@ import torch
 from tqdm import tqdm
 
 from lengthwise import __version__
+from lengthwise.data.sources import resolve
 from lengthwise.encodings.registry import find
 from lengthwise.errors import check_int
 from lengthwise.evaluate import LengthTable, Score
@@ -34,12 +35,13 @@ from lengthwise.evaluate.run import Corpora, load_for_evaluation, score_model, s
 from lengthwise.evaluate.tasks import TaskScore
 from lengthwise.files import file_hash, write_atomic
 from lengthwise.inspect import position_maps
-from lengthwise.loading import LoadedModel, load_tokenizer_of
+from lengthwise.loading import LoadedModel, load_tokenizer_of, resolve_device
 from lengthwise.study.config import StudyConfig
 from lengthwise.study.report import check_paper, write_report
 from lengthwise.study.results import StudyResults, TrainingOutcome
 from lengthwise.study.runs import StudyRun, study_runs
 from lengthwise.tasks import find_task
+from lengthwise.train.setup import dry_run
 from lengthwise.views.canvas import save_picture
 
 log = logging.getLogger(__name__)
@@ -59,6 +61,9 @@ def run_study(config: StudyConfig) -> str:
     check_paper(config.paper)
     if config.jobs is not None:
         check_int("jobs", config.jobs)
+    resolve_device(config.training.device)
+    if config.train:
+        dry_run(runs[0].config)
     evaluation = evaluation_of(config, runs[0])
     out = Path(config.out)
     scores: list[Score] = []
@@ -111,6 +116,7 @@ def evaluation_of(config: StudyConfig, run: StudyRun) -> ResolvedEvalConfig:
     """What is measured of every run, checked before anything is trained."""
     lengths = [run.resolved.length * multiple for multiple in LENGTH_MULTIPLES]
     evaluation = config.evaluation.resolved(lengths=lengths, text=config.training.data, windows=WINDOWS)
+    resolve(evaluation.text)
     for task in evaluation.tasks:
         find_task(task)
     for scaling in evaluation.rope:
