@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from certificate import certificate
 
-from lengthwise.evaluate import Text, score_lengths
+from lengthwise.evaluate import Corpus, score_lengths
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 
 WINDOWS = 4
@@ -32,7 +32,7 @@ def main() -> None:
     times: dict[str, list[float]] = {"scoring": [], "bare": []}
     for turn in range(turns + 1):
         tokens = rng.integers(1024, size=WINDOWS * arguments.length + 1)
-        text = Text("random", tokens, np.arange(len(tokens)) // 1000, np.ones_like(tokens))
+        text = Corpus("random", tokens, np.arange(len(tokens)) // 1000, np.ones_like(tokens))
         began = time.perf_counter()
         score_lengths(model, text, [arguments.length], name="m", protocol="paper", windows=WINDOWS)
         scored = time.perf_counter() - began

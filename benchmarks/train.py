@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grad_norm_
 from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.runs import RunWriter
 from lengthwise.train import TrainConfig, train
-from lengthwise.train.loop import make_optimizer, model_config
+from lengthwise.train.setup import make_optimizer, model_config
 
 
 class BareLoop:

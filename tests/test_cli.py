@@ -1,15 +1,19 @@
 """The command line, as a user runs it."""
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import lengthwise as lw
 from lengthwise.attention import BACKENDS, info
-from lengthwise.cli import main
+from lengthwise.cli import COMMANDS, evaluate_parser, main, study_parser, train_parser
+from lengthwise.data import load_tokenizer
 from lengthwise.errors import UserError
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 
@@ -39,7 +43,9 @@ def test_info_calls_a_backend_that_gives_other_numbers_faulty(monkeypatch):
 def test_a_command_that_is_not_there_is_answered_with_those_that_are(arguments, words):
     done = subprocess.run([sys.executable, "-m", "lengthwise.cli", *arguments], capture_output=True, text=True)
     assert done.returncode == 2
-    assert words in done.stderr
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("lengthwise: ")
+    assert words in line
 
 
 def broken_checkpoint(folder: Path, options: str) -> Path:
@@ -75,3 +81,183 @@ def test_errors_of_users_are_still_those_that_python_has_for_them():
     for kind in (UserError, TypeError, ValueError):
         with pytest.raises(kind, match="unknown option 'slope' for 'alibi'"):
             LengthwiseConfig(encoding="alibi", encoding_options={"slope": 1})
+
+
+def failure_line(capsys, arguments: list[str]) -> str:
+    """The one line that a command with an error prints; nothing but the exit code 2 goes with it."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    output = capsys.readouterr()
+    assert ended.value.code == 2, output
+    (line,) = [line for line in output.err.strip().splitlines() if "%|" not in line]  # not the bars of transformers
+    command = f"lengthwise {arguments[0]}" if arguments and arguments[0] in COMMANDS else "lengthwise"
+    assert line.startswith(f"{command}: ")
+    return line
+
+
+def typed_options() -> Iterator[tuple[str, str, str]]:
+    """Each option of each command that takes a value of some type, and a value of another."""
+    for name, command in COMMANDS.items():
+        for option, kind in command.parser().option_types.items():
+            for kind_name, nonsense in (("int", "many"), ("float", "much"), ("dict", "7"), ("Literal", "neither")):
+                if kind_name in str(kind) and option.startswith("--"):
+                    yield name, option, nonsense
+
+
+@pytest.mark.parametrize(("command", "option", "nonsense"), [*typed_options()])
+def test_a_value_of_another_type_is_one_line_with_the_option_and_the_value(command, option, nonsense, capsys):
+    line = failure_line(capsys, [command, option, nonsense])
+    assert option in line
+    assert nonsense in line
+    assert "must be" in line
+
+
+NONSENSE = {
+    "export": {"--out": "/dev/null/x"},
+    "show": {
+        **{"--out": "/dev/null/x.png", "--layer": "x", "--detail": "x", "--heads": "x", "--what": "x", "--part": "x"},
+        "--text": "",
+    },
+    "train": {
+        **{"--config": "/dev/null/x", "--out": "/dev/null/x", "--encoding": "x", "--preset": "x", "--data": "x"},
+        **{"--held-out": "x", "--tokenizer": "x", "--device": "x"},
+    },
+    "evaluate": {"--text": "x", "--rope": "x", "--tasks": "x", "--device": "x", "--out": "/dev/null/x"},
+    "study": {
+        **{"--config": "/dev/null/x", "--out": "/dev/null/x", "--encodings": "x", "--paper": "x", "--preset": "x"},
+        **{"--rope": "x", "--tasks": "x", "--data": "x", "--tokenizer": "x", "--device": "x", "--text": "x"},
+    },
+}
+ANYTHING = {"study": {"--title"}}
+"""Any text will do for a title."""
+
+
+def test_every_option_that_is_a_string_has_its_nonsense_here():
+    for name, command in COMMANDS.items():
+        types = command.parser().option_types
+        strings = {n for n, kind in types.items() if n.startswith("--") and kind in (str, str | None, list[str])}
+        assert strings == NONSENSE.get(name, {}).keys() | ANYTHING.get(name, set()), name
+
+
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory):
+    """A checkpoint, a text, and the options with which each command would work."""
+    folder = tmp_path_factory.mktemp("run")
+    config = LengthwiseConfig(encoding="alibi", vocab_size=257, n_layer=1, n_head=2, n_embd=8, n_positions=8)
+    LengthwiseForCausalLM(config).save_pretrained(folder / "model")
+    load_tokenizer("bytes").save_pretrained(folder / "model")
+    (folder / "text.txt").write_text("a crow and a ship\n" * 50)
+    training = ["--data", str(folder / "text.txt"), "--tokenizer", "bytes", "--length", "8", "--batch-tokens", "8"]
+    training += ["--steps", "1", "--out", str(folder / "out")]
+    model = str(folder / "model")
+    return {
+        "export": [model],
+        "show": [model, "--length", "8"],
+        "train": training,
+        "evaluate": [model, "--text", str(folder / "text.txt"), "--lengths", "8"],
+        "study": [*training, "--encodings", "alibi"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "nonsense"), [(c, o, n) for c, options in NONSENSE.items() for o, n in options.items()]
+)
+def test_nonsense_for_a_string_is_one_line(command, option, nonsense, small_run, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("LENGTHWISE_DATA", str(tmp_path / "cache"))
+    failure_line(capsys, [command, *small_run[command], option, nonsense])
+
+
+@pytest.mark.parametrize("words", [["--learning-rate", "0.5"], ["--learning_rate", "0.5"], ["--learning_rate=0.5"]])
+def test_options_have_dashes_and_underscores_are_taken_too(words):
+    assert train_parser().parse_args(words).learning_rate == 0.5
+    assert train_parser().parse_args(["--no_resume", "--sizes.n_layer", "2"]).sizes == {"n_layer": 2}
+    assert "--learning_rate" not in train_parser().format_help()
+
+
+@pytest.mark.parametrize("words", [["12", "34"], ["[12, 34]"], ["[12,34]"]])
+def test_a_list_is_words_or_json(words):
+    assert evaluate_parser().parse_args(["a", "--lengths", *words, "--windows", "3"]).lengths == [12, 34]
+    assert evaluate_parser().parse_args(["--rope", "yarn:8", "linear:2"]).rope == ["yarn:8", "linear:2"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], *([name, "--help"] for name in COMMANDS)], ids=lambda words: words[0]
+)
+def test_help_loads_neither_torch_nor_transformers_nor_matplotlib(arguments):
+    code = f"""
+import sys
+from lengthwise.cli import main
+try:
+    main({arguments!r})
+except SystemExit:
+    pass
+print(*({{"torch", "transformers", "matplotlib", "numpy"}} & {{*sys.modules}}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "usage: lengthwise" in done.stdout
+    assert done.stdout.splitlines()[-1] == ""
+
+
+@pytest.mark.parametrize("command", ["show", "evaluate"])
+def test_a_name_of_the_hub_without_a_network_is_one_line(command):
+    arguments = [sys.executable, "-m", "lengthwise.cli", command, "owner/no-such-model"]
+    done = subprocess.run(arguments, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith(f"lengthwise {command}: ")
+    assert "an encoding, a run, a checkpoint folder or a name on the hub" in line
+    assert "'owner/no-such-model'" in line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("command", ["train", "evaluate", "study"])
+def test_a_device_that_is_not_there_is_one_line(command, small_run, capsys):
+    line = failure_line(capsys, [command, *small_run[command], "--device", "cuda"])
+    assert "device must be 'auto' or one that works here, got 'cuda'" in line
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("steps: [3\n", "config"),
+        ("stepz: 3\n", "stepz"),
+        ("steps: many\n", "--steps must be an int or null, got 'many'"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "study"])
+def test_a_config_file_with_an_error_is_one_line(command, content, words, tmp_path, capsys):
+    (tmp_path / "bad.yaml").write_text(content)
+    assert words in failure_line(capsys, [command, "--config", str(tmp_path / "bad.yaml")])
+
+
+def test_a_config_file_of_the_first_edition_is_read(tmp_path):
+    """As its --print_config wrote it, with null for what was left open."""
+    path = tmp_path / "old.yaml"
+    path.write_text("lengths: null\ntext: null\nstride: null\nwindows: 64\nsteps: null\ntrain: false\nsizes: null\n")
+    parsed = study_parser().parse_args(["--config", str(path)])
+    assert (parsed.lengths, parsed.text, parsed.windows, parsed.train) == (None, None, 64, False)
+
+
+def test_an_empty_folder_is_refused_by_what_it_lacks(tmp_path, capsys):
+    for command in ("show", "evaluate"):
+        line = failure_line(capsys, [command, str(tmp_path)])
+        assert "an encoding, a run, a checkpoint folder or a name on the hub" in line
+        assert "config.json" in line
+
+
+def test_bytes_that_are_not_utf_8_are_named_with_their_file(small_run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("LENGTHWISE_DATA", str(tmp_path / "cache"))
+    (tmp_path / "old.txt").write_bytes("Zoë saw a ship\n".encode("latin-1") * 50)
+    for command, option in (("train", "--data"), ("evaluate", "--text")):
+        line = failure_line(capsys, [command, *small_run[command], option, str(tmp_path / "old.txt")])
+        assert "UTF-8" in line
+        assert "old.txt" in line
+
+
+def test_a_package_that_is_not_installed_is_named_with_its_extra(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    monkeypatch.delitem(sys.modules, "lengthwise.serve.server", raising=False)
+    monkeypatch.delitem(sys.modules, "lengthwise.serve.app", raising=False)
+    for module in [name for name in sys.modules if name.startswith("starlette.")]:
+        monkeypatch.delitem(sys.modules, module)
+    assert "pip install 'lengthwise[serve]'" in failure_line(capsys, ["serve"])

@@ -11,12 +11,13 @@ import torch
 from model_kit import CASES, loud_model
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
-from lengthwise.data import load_tokenizer
-from lengthwise.evaluate import LengthTable, Score, read_text, score_lengths, with_scaling
+from lengthwise.data import documents, load_tokenizer, prepare
+from lengthwise.evaluate import Interval, LengthTable, Score, read_corpus, score_lengths, with_scaling
 from lengthwise.evaluate import losses as losses_module
+from lengthwise.evaluate import table as table_module
 from lengthwise.evaluate.limits import limit_of
 from lengthwise.evaluate.losses import bytes_needed, fitting_chunk, token_losses
-from lengthwise.evaluate.windows import PROTOCOLS, plan
+from lengthwise.evaluate.windows import PROTOCOLS, plan_windows
 from lengthwise.model import LengthwiseForCausalLM
 
 STORY = ["Zoë saw 3 ships — and a crow.\n" * 5, "", "the second text is longer: " * 21, "日本語 ends it\n" * 7]
@@ -30,7 +31,7 @@ def bytes_tokenizer():
 
 @pytest.fixture(scope="module")
 def text(bytes_tokenizer):
-    return read_text(STORY, bytes_tokenizer)
+    return read_corpus(STORY, bytes_tokenizer)
 
 
 def small(case: str = "alibi", **changes: object) -> LengthwiseForCausalLM:
@@ -62,13 +63,23 @@ def test_a_text_knows_the_bytes_and_the_document_of_every_token(text):
 def test_bytes_of_a_merging_tokenizer_add_up_too(tmp_path):
     (tmp_path / "a.txt").write_text("".join(STORY))
     tokenizer = load_tokenizer("bpe:300", source=tmp_path / "a.txt", cache=tmp_path / "cache")
-    text = read_text(STORY, tokenizer)
+    text = read_corpus(STORY, tokenizer)
     assert len(text) < sum(len(document.encode()) for document in STORY)
     assert text.size.sum() == sum(len(document.encode()) for document in STORY)
 
 
+def test_a_text_that_spells_out_a_special_token_has_the_tokens_of_training(tmp_path, bytes_tokenizer):
+    path = tmp_path / "a.txt"
+    path.write_text("before <|endoftext|> behind\n" * 9)
+    trained_on = prepare(path, bytes_tokenizer, split="all", cache=tmp_path / "cache")
+    corpus = read_corpus(documents(path, "all"), bytes_tokenizer)
+    assert corpus.tokens[1:].tolist() == trained_on.read(0, len(trained_on)).tolist()
+    assert (corpus.tokens == 256).sum() == 2, "one before the document and one behind it"
+    assert corpus.size.sum() == len(path.read_bytes())
+
+
 def test_fair_scores_the_same_tokens_at_every_length_and_only_the_context_grows():
-    plans = [plan("fair", 1009, n, shortest=12, longest=97, windows=31) for n in (12, 50, 97)]
+    plans = [plan_windows("fair", 1009, n, shortest=12, longest=97, windows=31) for n in (12, 50, 97)]
     targets = [[w.targets for w in p.windows] for p in plans]
     assert targets[0] == targets[1] == targets[2]
     assert targets[0][-1].stop == 1009
@@ -78,14 +89,14 @@ def test_fair_scores_the_same_tokens_at_every_length_and_only_the_context_grows(
 
 
 def test_paper_reads_consecutive_windows_from_the_start_and_no_part_of_one():
-    windows = plan("paper", 101, 33, shortest=33, longest=33, windows=1000).windows
+    windows = plan_windows("paper", 101, 33, shortest=33, longest=33, windows=1000).windows
     assert [(w.begin, w.targets.start, w.targets.stop) for w in windows] == [(0, 1, 34), (33, 34, 67), (66, 67, 100)]
-    assert len(plan("paper", 101, 33, shortest=33, longest=33, windows=2).windows) == 2
+    assert len(plan_windows("paper", 101, 33, shortest=33, longest=33, windows=2).windows) == 2
 
 
 @pytest.mark.parametrize("stride", [1, 7, 13, 40])
 def test_sliding_scores_every_token_once_with_the_context_it_promises(stride):
-    windows = plan("sliding", 101, 13, shortest=13, longest=13, windows=1000, stride=stride).windows
+    windows = plan_windows("sliding", 101, 13, shortest=13, longest=13, windows=1000, stride=stride).windows
     scored = [place for w in windows for place in range(w.targets.start, w.targets.stop)]
     assert scored == list(range(1, 101))
     assert all(w.length == 13 and w.begin >= 0 for w in windows)
@@ -97,7 +108,7 @@ def test_sliding_scores_every_token_once_with_the_context_it_promises(stride):
 def test_a_score_is_the_mean_of_losses_computed_by_hand(text, make, protocol):
     model = make()
     (score, longer) = score_lengths(model, text, [12, 29], name="m", protocol=protocol, windows=9)
-    windows = plan(protocol, len(text), 29, shortest=12, longest=29, windows=9).windows
+    windows = plan_windows(protocol, len(text), 29, shortest=12, longest=29, windows=9).windows
     hand = [
         by_hand(model, text.tokens, place, place - w.begin)
         for w in windows
@@ -150,7 +161,7 @@ def test_memory_chooses_the_chunk_and_refuses_with_the_bytes(text, monkeypatch):
     assert bytes_needed(model, length=50_000, scored=9, chunk=2 * chunk) > whole // 2
     monkeypatch.setattr(losses_module, "total_bytes", lambda: 1000)
     scores = score_lengths(model, text, [12], name="m")
-    assert "bytes; it needs" in scores[0].refused
+    assert "bytes, but needs" in scores[0].refused
 
 
 def test_a_length_beyond_a_learned_table_is_a_cell_that_says_so_and_the_table_goes_on(text):
@@ -221,6 +232,15 @@ def test_the_forms_of_a_table_have_the_same_figures(table):
     assert table.latex().count(r"\textbf") == 2
 
 
+def test_each_interval_of_a_table_is_computed_once(table, monkeypatch):
+    calls = []
+    monkeypatch.setattr(table_module, "bootstrap", lambda sums: calls.append(sums) or Interval(0.0, 1.0))
+    fresh = LengthTable(table.scores)
+    for form in (fresh.text, fresh.markdown, fresh.latex, fresh.csv):
+        form()
+    assert len(calls) == 4
+
+
 def test_every_result_says_protocol_text_and_tokens_scored(table):
     assert "fair: the same" in table.text()
     assert "text: text; " in table.text()
@@ -255,7 +275,7 @@ def test_a_paired_change_is_the_ratio_of_two_lengths_and_needs_the_same_tokens(t
     assert interval.low <= value <= interval.high
     assert table.change("none", 29, 29) == (0.0, (0.0, 0.0))
     other = LengthTable(score_lengths(small(), text, [12, 29], name="other", protocol="paper"))
-    with pytest.raises(ValueError, match="Use the protocol fair"):
+    with pytest.raises(ValueError, match="use the protocol fair"):
         other.change("other", 29, 12)
 
 
@@ -271,28 +291,28 @@ def test_seeds_share_a_row_and_its_figure_is_their_mean_loss(text):
     [
         ({"lengths": []}, "there must be a length"),
         ({"lengths": [0]}, "a positive int"),
-        ({"lengths": [5000]}, "one token more than the longest length, 5,001; it has"),
+        ({"lengths": [5000]}, "one token more than the longest length, 5,001, got"),
         ({"lengths": [12], "windows": 0}, "windows must be a positive int"),
         ({"lengths": [12], "protocol": "best"}, "'fair' or 'paper' or 'sliding', got 'best'"),
         ({"lengths": [12], "stride": -1}, "stride must be a positive int"),
     ],
 )
-def test_bad_input_is_refused_in_three_parts(text, change, words):
+def test_bad_input_is_refused(text, change, words):
     with pytest.raises(ValueError, match=words):
         score_lengths(small(), text, name="m", **change)
 
 
 def test_an_empty_table_a_name_that_comes_twice_and_an_empty_text_are_refused(table, bytes_tokenizer):
-    with pytest.raises(ValueError, match="a score at least"):
+    with pytest.raises(ValueError, match="at least one score"):
         LengthTable([])
-    with pytest.raises(ValueError, match="'alibi' came twice at length 12"):
+    with pytest.raises(ValueError, match="got 'alibi' twice at length 12"):
         LengthTable([*table.scores, table.scores[0]])
-    with pytest.raises(ValueError, match="two tokens of text"):
-        read_text(["", ""], bytes_tokenizer)
+    with pytest.raises(ValueError, match="at least two tokens"):
+        read_corpus(["", ""], bytes_tokenizer)
 
 
 def test_a_scaling_of_a_model_without_rope_or_without_a_factor_is_refused():
     with pytest.raises(ValueError, match="has none"):
         with_scaling(small("alibi"), "yarn:4")
-    with pytest.raises(ValueError, match="TYPE:FACTOR; 'yarn' came"):
+    with pytest.raises(ValueError, match="TYPE:FACTOR, such as 'yarn:8', got 'yarn'"):
         with_scaling(small("rope"), "yarn")

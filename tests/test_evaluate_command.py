@@ -5,7 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from model_kit import loud_model
+from transformers import BertConfig, BertModel
 
 from lengthwise.cli import main
 from lengthwise.data import load_tokenizer
@@ -47,11 +49,11 @@ def test_the_table_is_on_the_terminal_and_in_every_form(folder, tmp_path, capsys
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["rope", "rope"], "'rope' came more than once. Use NAME=FOLDER"),
-        (["nowhere"], "must be a run, a folder with a causal language model"),
+        (["rope", "rope"], "names must differ, got 'rope' twice; use NAME=FOLDER"),
+        (["nowhere"], "expected an encoding, a run, a checkpoint folder or a name on the hub"),
         (["rope", "--lengths", "99999"], "one token more than the longest length"),
         (["rope", "--tasks", "sing"], "unknown task 'sing'"),
-        (["rope", "--rope", "yarn"], "TYPE:FACTOR; 'yarn' came"),
+        (["rope", "--rope", "yarn"], "TYPE:FACTOR, such as 'yarn:8', got 'yarn'"),
         (["unfinished"], "must be finished to have a final model"),
     ],
 )
@@ -65,10 +67,32 @@ def test_bad_input_ends_with_a_sentence_and_not_with_a_traceback(folder, words, 
 
 
 def test_no_runs_at_all_is_said():
-    with pytest.raises(SystemExit, match="a run or checkpoint to measure; none came"):
+    with pytest.raises(SystemExit, match="to evaluate, got none"):
         main(["evaluate", "--lengths", "20"])
 
 
 def test_the_example_of_the_docs_runs():
     (block,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/measure.md").read_text(), re.DOTALL | re.MULTILINE)
     exec(compile(block, "measure.md", "exec"), {})
+
+
+def test_a_model_that_cannot_be_evaluated_is_refused(folder, tmp_path):
+    loud_model("rope", vocab_size=257).save_pretrained(tmp_path / "mute")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 24}
+    BertModel(BertConfig(vocab_size=257, **sizes)).save_pretrained(tmp_path / "encoder")
+    load_tokenizer("bytes").save_pretrained(tmp_path / "encoder")
+    for source, words in (
+        ("cable", "got the encoding 'cable'; train a model with it"),
+        (str(tmp_path / "mute"), "which has no tokenizer"),
+        (str(tmp_path / "encoder"), "which sees tokens before it predicts them"),
+    ):
+        with pytest.raises(SystemExit, match="expected a trained causal language model.*" + words):
+            evaluate(folder, source, "--lengths", "20")
+
+
+def test_a_figure_that_cannot_be_drawn_leaves_the_scores(folder, tmp_path, capsys):
+    evaluate(folder, str(folder / "learned"), "--lengths", "74", "--out", str(tmp_path))
+    assert "learned at 74: " in capsys.readouterr().out
+    assert (tmp_path / "scores.json").exists()
+    assert not (tmp_path / "lengths.png").exists()

@@ -6,7 +6,7 @@ import pytest
 from model_kit import loud_model
 
 from lengthwise.data import load_tokenizer
-from lengthwise.evaluate import read_text, score_lengths
+from lengthwise.evaluate import read_corpus, score_lengths
 
 STORY = "Zoë saw 3 ships — and a crow; the wind was 日本語.\n" * 9
 
@@ -26,7 +26,7 @@ def test_bits_per_byte_agree_with_the_harness(case, length):
     theirs = bits_per_byte([(likelihood, len(STORY.encode()))])
 
     # The harness does not ask for the end of the text.
-    text = read_text([STORY], tokenizer, limit=len(tokenizer(STORY)["input_ids"]) + 1)
+    text = read_corpus([STORY], tokenizer, limit=len(tokenizer(STORY)["input_ids"]) + 1)
     (ours,) = score_lengths(model, text, [length], name="m", protocol="sliding", stride=length, windows=10_000)
     assert sum(ours.bytes) == len(STORY.encode())
     assert ours.bits_per_byte == pytest.approx(theirs, rel=1e-5)

@@ -22,6 +22,7 @@ SOURCES = sorted((ROOT / "src/lengthwise").rglob("*.py"))
 ROOMS = [
     "errors",
     "files",
+    "options",
     "token_layout",
     "bias",
     "rescore",

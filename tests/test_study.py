@@ -16,15 +16,23 @@ import pytest
 import yaml
 
 from lengthwise.cli import main, study_parser
+from lengthwise.evaluate import run as evaluate_run
+from lengthwise.evaluate import table as table_module
 from lengthwise.runs import Run
-from lengthwise.study import study as study_module
+from lengthwise.study import execute
 from lengthwise.study.config import StudyConfig
-from lengthwise.study.paper import LENGTHS, PAPER, paper_rows
-from lengthwise.study.parts import commands, parts
-from lengthwise.study.progress import Progress
-from lengthwise.study.study import jobs_of, measure_of, run_study
-from lengthwise.study.training import Outcome, train_parts
-from lengthwise.train import train
+from lengthwise.study.execute import (
+    StudyProgress,
+    evaluation_of,
+    parallel_jobs,
+    read_outcome,
+    run_study,
+    train_runs,
+)
+from lengthwise.study.report import paper_rows, paper_tables
+from lengthwise.study.results import TrainingOutcome
+from lengthwise.study.runs import missing_commands, study_runs
+from lengthwise.train import TrainConfig, train
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs/studies").glob("*.yaml"))
 
@@ -37,31 +45,31 @@ def small(tmp_path, **changes: object) -> StudyConfig:
     sizes = {"data": str(corpus), "tokenizer": "bytes", "length": 32, "batch_tokens": 64, "micro_batch": 2, "steps": 3}
     sizes["sizes"] = {"n_layer": 1, "n_embd": 24, "n_head": 3}
     plain = {"out": str(tmp_path / "out"), "encodings": ["alibi", "learned"], "warmup": 1, "windows": 5}
-    return StudyConfig(**(sizes | plain | {"lengths": [32, 64], "title": "Crows <b>"} | changes))
+    return StudyConfig.from_options(**(sizes | plain | {"lengths": [32, 64], "title": "Crows <b>"} | changes))
 
 
 @pytest.fixture
 def in_process(monkeypatch):
     """Runs trained in this process, which takes no second; those named in the list fail."""
-    asked, fails = [], []
+    trained, fails = [], []
 
-    def train_parts(waiting, *, folder, jobs, progress):
+    def train_here(waiting, *, out, jobs, progress):
         ended = {}
-        for part in waiting:
-            asked.append(part.name)
-            if part.encoding in fails:
-                ended[part.name] = Outcome(1.0, 1, 1, "exit code 1: out of memory")
+        for run in waiting:
+            trained.append(run.name)
+            if run.encoding in fails:
+                ended[run.name] = TrainingOutcome(1.0, 1, 1, "exit code 1: out of memory")
                 continue
-            train(part.config)
-            ended[part.name] = Outcome(1.0, 2**20, 1)
+            train(run.config)
+            ended[run.name] = TrainingOutcome(1.0, 2**20, 1)
         return ended
 
-    monkeypatch.setattr(study_module, "train_parts", train_parts)
-    return asked, fails
+    monkeypatch.setattr(execute, "train_runs", train_here)
+    return trained, fails
 
 
 def test_a_study_writes_one_report_that_opens_offline_and_never_repeats_what_is_done(tmp_path, in_process):
-    asked, _ = in_process
+    trained, _ = in_process
     said = run_study(small(tmp_path))
     out = tmp_path / "out"
     page = (out / "report.html").read_text()
@@ -71,7 +79,7 @@ def test_a_study_writes_one_report_that_opens_offline_and_never_repeats_what_is_
     assert not re.search(r"<script|https?://|<link", page)
     assert "<h1>Crows &lt;b&gt;</h1>" in page
     assert "learned at 64: this model&#x27;s table of positions ends at 32" in page
-    for words in ("lengthwise train", "peak memory", "torch", "95 % intervals", "Rises on the same tokens"):
+    for words in ("lengthwise train", "peak memory", "torch", "95 % intervals", "Rise on the same tokens"):
         assert words in page
         assert words in (out / "report.md").read_text()
     found = json.loads((out / "study.json").read_text())
@@ -81,12 +89,12 @@ def test_a_study_writes_one_report_that_opens_offline_and_never_repeats_what_is_
     files = [*out.glob("scores/*"), *out.glob("maps/*"), *out.glob("runs/*/metrics.jsonl")]
     before = {path: path.stat().st_mtime_ns for path in files}
     run_study(small(tmp_path))
-    assert asked == ["alibi-1337", "learned-1337"]
+    assert trained == ["alibi-1337", "learned-1337"]
     assert {path: path.stat().st_mtime_ns for path in files} == before
 
 
 def test_a_run_that_fails_is_reported_and_the_rest_goes_on_and_later_it_is_tried_again(tmp_path, in_process):
-    asked, fails = in_process
+    trained, fails = in_process
     fails.append("alibi")
     said = run_study(small(tmp_path))
     assert "alibi-1337 is missing: exit code 1: out of memory" in said
@@ -94,24 +102,104 @@ def test_a_run_that_fails_is_reported_and_the_rest_goes_on_and_later_it_is_tried
     assert "out of memory" in (tmp_path / "out/report.html").read_text()
     fails.clear()
     assert "missing" not in run_study(small(tmp_path))
-    assert asked == ["alibi-1337", "learned-1337", "alibi-1337"]
+    assert trained == ["alibi-1337", "learned-1337", "alibi-1337"]
 
 
 def test_without_training_a_study_gathers_what_is_there(tmp_path, in_process):
     config = small(tmp_path, train=False)
     assert "nothing to compare" in (Path(run_study(config).split()[-1])).read_text()
-    train(parts(config)[0].config)
+    train(study_runs(config)[0].config)
     said = run_study(config)
     assert "learned-1337 is missing: not trained yet" in said
     assert "alibi" in said
 
 
 def test_other_lengths_are_measured_anew_without_training(tmp_path, in_process):
-    asked, _ = in_process
+    trained, _ = in_process
     run_study(small(tmp_path))
     run_study(small(tmp_path, lengths=[16, 32]))
-    assert len(asked) == 2
+    assert len(trained) == 2
     assert set(json.loads((tmp_path / "out/study.json").read_text())["rows"][0]["values"]) == {"16", "32"}
+
+
+def test_another_text_or_another_version_is_measured_anew_and_nothing_else_is(tmp_path, in_process, monkeypatch):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{n} ravens and {n * n % 89} boats went home.\n" for n in range(1500)))
+    config = small(tmp_path, text=str(text), encodings=["alibi"])
+    scores, table = tmp_path / "out/scores/alibi-1337.json", tmp_path / "out/study.json"
+
+    def measured() -> tuple[int, float]:
+        run_study(config)
+        return scores.stat().st_mtime_ns, json.loads(table.read_text())["rows"][0]["values"]["64"]
+
+    first = measured()
+    os.utime(text)
+    assert measured() == first
+    text.write_text(text.read_text().replace("ravens", "herons"))
+    second = measured()
+    assert second[1] != first[1]
+    monkeypatch.setattr(execute, "__version__", "0.0.1")
+    third = measured()
+    assert third[0] > second[0]
+    assert third[1] == second[1]
+
+
+def test_a_picture_that_fails_is_named_and_drops_no_score(tmp_path, in_process, monkeypatch):
+    def fail(*arguments, **options):
+        raise RuntimeError("no room for a map")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(execute, "position_maps", fail)
+        said = run_study(small(tmp_path))
+    assert "the heads of alibi-1337 could not be drawn: no room for a map" in said
+    assert "no room for a map" in (tmp_path / "out/report.html").read_text()
+    assert [row["encoding"] for row in json.loads((tmp_path / "out/study.json").read_text())["rows"]] == [
+        "alibi",
+        "learned",
+    ]
+    assert "could not be drawn" not in run_study(small(tmp_path)), "the next call draws them"
+    assert len(list((tmp_path / "out/maps").glob("*.png"))) == 2
+
+
+def test_a_study_reads_its_text_once_and_computes_each_interval_once(tmp_path, in_process, monkeypatch):
+    calls = {"read_corpus": 0, "bootstrap": 0}
+
+    def counted(name, function):
+        def call(*arguments, **options):
+            calls[name] += 1
+            return function(*arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(evaluate_run, "read_corpus", counted("read_corpus", evaluate_run.read_corpus))
+    monkeypatch.setattr(table_module, "bootstrap", counted("bootstrap", table_module.bootstrap))
+    run_study(small(tmp_path, encodings=["alibi", "none", "learned"]))
+    # learned has no cell at 64.
+    assert calls == {"read_corpus": 1, "bootstrap": 5}
+
+
+def test_the_sections_of_the_report_are_in_its_json(tmp_path, in_process):
+    run_study(small(tmp_path, encodings=["alibi"], seeds=[1]))
+    study = json.loads((tmp_path / "out/study.json").read_text())
+    page = (tmp_path / "out/report.html").read_text()
+    titles = [section["title"] for section in study["sections"]]
+    assert titles[:3] == ["Summary", "Perplexity by length", "95 % intervals"]
+    assert re.findall(r"<h2>(.*?)</h2>", page) == titles
+    table = study["sections"][1]["table"]
+    assert table[0] == ["model", "32", "64", "rise at 64"]
+    assert "| " + " | ".join(table[1]) + " |" in (tmp_path / "out/report.md").read_text()
+    assert {"metric", "notes", "train_length", "rows", "speed", "missing", "settings", "seeds", "seconds", "born"} < {
+        *study
+    }
+
+
+def test_every_option_of_training_and_evaluation_is_one_of_a_study():
+    words = ["--learning-rate", "0.5", "--precision", "bfloat16", "--lengths", "12", "34", "--windows", "7"]
+    options = dict(study_parser().parse_args([*words, "--seeds", "[1, 2]", "--no_train"]))
+    config = StudyConfig.from_options(**{k: v for k, v in options.items() if k not in ("config", "plan")})
+    assert config.training == TrainConfig(learning_rate=0.5, precision="bfloat16")
+    assert (config.evaluation.lengths, config.evaluation.windows) == ([12, 34], 7)
+    assert (config.seeds, config.train) == ([1, 2], False)
 
 
 def test_seeds_share_a_row_and_tasks_and_scalings_have_theirs(tmp_path, in_process):
@@ -124,62 +212,62 @@ def test_seeds_share_a_row_and_tasks_and_scalings_have_theirs(tmp_path, in_proce
 
 def test_the_plan_has_one_command_per_missing_run_and_each_parses_to_its_run(tmp_path, capsys):
     config = small(tmp_path, encoding_options={"alibi": {"slopes": "interleaved"}}, seeds=[1, 2])
-    planned = commands(config)
+    planned = missing_commands(config)
     assert len(planned) == 4
     words = shlex.split(planned[0])
     assert words[:2] == ["lengthwise", "train"]
-    main([*words[1:], "--dry_run"])
+    main([*words[1:], "--dry-run"])
     assert "alibi" in capsys.readouterr().out
-    train(parts(config)[0].config)
-    assert commands(config) == planned[1:]
+    train(study_runs(config)[0].config)
+    assert missing_commands(config) == planned[1:]
 
 
 def test_a_planned_command_trains_the_run_that_the_study_then_finds(tmp_path):
-    (part,) = parts(small(tmp_path, encodings=["alibi"]))
-    main(shlex.split(part.command)[1:])
-    assert part.is_finished
-    assert Run(part.config.out).config["encoding"] == "alibi"
+    (run,) = study_runs(small(tmp_path, encodings=["alibi"]))
+    main(shlex.split(run.command)[1:])
+    assert run.is_finished
+    assert Run(run.config.out).config["encoding"] == "alibi"
 
 
 def test_runs_in_their_own_processes_tell_their_memory_and_a_failing_one_its_last_words_while_others_go_on(tmp_path):
     config = small(tmp_path, encodings=["alibi", "kerple", "none"])
-    planned = parts(config)
+    planned = study_runs(config)
     planned[1] = dataclasses.replace(
         planned[1], config=dataclasses.replace(planned[1].config, data=str(tmp_path / "nothing"))
     )
-    with Progress(planned, measure_of(config, planned[0])) as progress:
-        ended = train_parts(planned, folder=tmp_path / "words", jobs=2, progress=progress)
+    with StudyProgress(planned, evaluation_of(config, planned[0])) as progress:
+        ended = train_runs(planned, out=tmp_path, jobs=2, progress=progress)
     assert progress.done == {"alibi-1337": 3, "kerple-1337": 3, "none-1337": 3}
-    for name in ("alibi-1337", "none-1337"):
-        assert ended[name].failure is None
-        assert ended[name].peak_bytes > 2**26
-        assert Outcome.read(tmp_path / f"words/{name}.json") == ended[name]
-    assert [part.is_finished for part in planned] == [True, False, True]
-    assert "exit code 1" in ended["kerple-1337"].failure
+    for run in (planned[0], planned[2]):
+        assert ended[run.name].failure is None
+        assert ended[run.name].peak_bytes > 2**26
+        assert read_outcome(tmp_path, run) == ended[run.name]
+    assert [run.is_finished for run in planned] == [True, False, True]
+    assert "exit code 2: lengthwise train: " in ended["kerple-1337"].failure
     assert "nothing" in ended["kerple-1337"].failure
 
 
 def test_the_number_of_jobs_changes_how_many_train_at_a_time_and_no_number(tmp_path):
-    found = {}
+    losses = {}
     for jobs in (1, 2):
         config = small(tmp_path, out=str(tmp_path / f"out{jobs}"))
-        planned = parts(config)
-        with Progress(planned, measure_of(config, planned[0])) as progress:
-            train_parts(planned, folder=tmp_path / "words", jobs=jobs, progress=progress)
-        found[jobs] = [[line["loss"] for line in part.run.metrics] for part in planned]
+        planned = study_runs(config)
+        with StudyProgress(planned, evaluation_of(config, planned[0])) as progress:
+            train_runs(planned, out=tmp_path / f"out{jobs}", jobs=jobs, progress=progress)
+        losses[jobs] = [[line["loss"] for line in run.run.metrics] for run in planned]
     # Threads add in another order; three steps of a small model keep that at rounding.
-    assert found[1] == [pytest.approx(losses, rel=1e-5) for losses in found[2]]
+    assert losses[1] == [pytest.approx(row, rel=1e-5) for row in losses[2]]
 
 
 def test_as_many_runs_train_at_a_time_as_there_are_cores_unless_told_otherwise(tmp_path, monkeypatch):
-    monkeypatch.setattr(study_module.torch, "get_num_threads", lambda: 5)
-    monkeypatch.setattr(study_module.torch.cuda, "is_available", lambda: True)
-    seven = parts(small(tmp_path, seeds=list(range(7))))[:7]
-    assert jobs_of(small(tmp_path, device="cpu"), seven) == 5
-    assert jobs_of(small(tmp_path, device="cpu"), seven[:3]) == 3
-    assert jobs_of(small(tmp_path, device="cpu"), []) == 1
-    assert jobs_of(small(tmp_path), seven) == 1
-    assert jobs_of(small(tmp_path, jobs=6), seven) == 6
+    monkeypatch.setattr(execute.torch, "get_num_threads", lambda: 5)
+    monkeypatch.setattr(execute.torch.cuda, "is_available", lambda: True)
+    seven = study_runs(small(tmp_path, seeds=list(range(7))))[:7]
+    assert parallel_jobs(small(tmp_path, device="cpu"), seven) == 5
+    assert parallel_jobs(small(tmp_path, device="cpu"), seven[:3]) == 3
+    assert parallel_jobs(small(tmp_path, device="cpu"), []) == 1
+    assert parallel_jobs(small(tmp_path), seven) == 1
+    assert parallel_jobs(small(tmp_path, jobs=6), seven) == 6
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
@@ -187,9 +275,9 @@ def test_a_signal_ends_all_runs_with_the_study_each_with_its_checkpoint(tmp_path
     config = small(tmp_path, steps=100_000, jobs=2)
     # What a shell starts in the background is told to ignore Ctrl-C, and by nohup the rest; these tests may be such.
     heard = "import signal as s; s.signal(s.SIGINT, s.default_int_handler); s.signal(s.SIGHUP, s.SIG_DFL)"
-    imports = "from lengthwise.study.config import StudyConfig; from lengthwise.study.study import run_study"
+    imports = "from lengthwise.study.config import *; from lengthwise.study.execute import run_study"
     study = subprocess.Popen([sys.executable, "-c", f"{heard}; {imports}; run_study({config!r})"], process_group=0)
-    runs = [Path(part.config.out) for part in parts(config)]
+    runs = [Path(run.config.out) for run in study_runs(config)]
     try:
         wait_until(lambda: all(Run.is_run(run) and len(Run(run).metrics) > 2 for run in runs))
         # To the whole group, as a terminal does.
@@ -215,19 +303,21 @@ def wait_until(true, seconds: float = 240) -> None:
 def test_the_papers_studies_parse_and_plan(path):
     chosen = study_parser().parse_args(["--config", str(path)])
     options = {name: value for name, value in dict(chosen).items() if name not in ("config", "plan")}
-    config = StudyConfig(**options)
-    planned = parts(config)
+    config = StudyConfig.from_options(**options)
+    planned = study_runs(config)
     assert len(planned) == len(config.encodings)
-    assert planned[0].settings.length == 1024
-    assert config.paper in PAPER
-    assert set(config.lengths) == set(LENGTHS)
-    assert set(yaml.safe_load(path.read_text())) <= set(StudyConfig.__dataclass_fields__)
+    assert planned[0].resolved.length == 1024
+    assert config.paper in paper_tables()["tables"]
+    assert config.evaluation.lengths == paper_tables()["lengths"]
+    for name, value in yaml.safe_load(path.read_text()).items():
+        assert value in [getattr(part, name, None) for part in (config, config.training, config.evaluation)]
 
 
 def test_every_table_of_the_paper_has_a_study():
-    assert {path.stem for path in CONFIGS} == set(PAPER)
-    assert PAPER["fineweb-edu-medium"]["cable"] == (17.00, 16.52, 15.97, 15.34, 15.41, 15.41)
-    assert PAPER["wikitext-103-tiny"]["rope"] == (23.66, 22.26, 41.40, 114.77, 220.56, 375.62)
+    tables = paper_tables()["tables"]
+    assert {path.stem for path in CONFIGS} == set(tables)
+    assert tables["fineweb-edu-medium"]["cable"] == [17.00, 16.52, 15.97, 15.34, 15.41, 15.41]
+    assert tables["wikitext-103-tiny"]["rope"] == [23.66, 22.26, 41.40, 114.77, 220.56, 375.62]
 
 
 def test_the_papers_figures_stand_beside_ours(tmp_path, in_process):
@@ -239,7 +329,7 @@ def test_the_papers_figures_stand_beside_ours(tmp_path, in_process):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"encodings": []}, "an encoding and a seed at least"),
+        ({"encodings": []}, "encodings of a study must have at least one"),
         ({"encodings": ["alibi", "alibi"]}, "encodings of a study must differ"),
         ({"seeds": [1, 1]}, "seeds of a study must differ"),
         ({"encodings": ["alibo"]}, "unknown encoding 'alibo'"),
@@ -247,6 +337,11 @@ def test_the_papers_figures_stand_beside_ours(tmp_path, in_process):
         ({"paper": "table 9"}, "unknown table of the paper 'table 9'"),
         ({"jobs": 0}, "jobs must be a positive int"),
         ({"preset": "giant"}, "unknown preset 'giant'"),
+        ({"tasks": ["sing"]}, "unknown task 'sing'"),
+        ({"rope": ["yarn"]}, "TYPE:FACTOR"),
+        ({"lengths": [0]}, "length must be a positive int"),
+        ({"windows": 0}, "windows must be a positive int"),
+        ({"stride": -1}, "stride must be a positive int"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_trained(tmp_path, in_process, change, words):

@@ -5,7 +5,7 @@ import torch
 from model_kit import loud_model
 
 from lengthwise.data import documents, load_tokenizer
-from lengthwise.evaluate.task_scores import score_task, task_rows
+from lengthwise.evaluate.tasks import score_task, task_rows
 from lengthwise.tasks import DIGITS, TASKS, examples
 
 

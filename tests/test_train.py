@@ -17,8 +17,8 @@ from lengthwise.data.tokens import document_positions
 from lengthwise.model import PRESETS, LengthwiseForCausalLM
 from lengthwise.runs import Run, RunWriter
 from lengthwise.train import RECIPES, TrainConfig, train
-from lengthwise.train.plan import plan
-from lengthwise.train.telling import Progress
+from lengthwise.train.logging import ProgressLog
+from lengthwise.train.setup import dry_run
 from lengthwise.views import load_maps
 
 ROOT = Path(__file__).parents[1]
@@ -144,17 +144,17 @@ def test_a_checkpoint_has_no_pickles(finished):
 def test_a_terminal_has_a_bar_and_anything_else_a_line_now_and_then(monkeypatch, capsys, caplog):
     line = {"step": 5, "loss": 1.25, "held_out": {"64": 1.5}}
     with caplog.at_level("INFO"):
-        progress = Progress(start=4, steps=9, every=3, quiet=False)
-        progress.tell(line, tokens=1000)
-        progress.tell({"step": 6, "loss": 1.0}, tokens=1000)
-        progress.tell({"step": 7, "loss": 1.0}, tokens=1000)
+        progress = ProgressLog(start=4, steps=9, every=3, quiet=False)
+        progress.add(line, tokens=1000)
+        progress.add({"step": 6, "loss": 1.0}, tokens=1000)
+        progress.add({"step": 7, "loss": 1.0}, tokens=1000)
     assert [record.message[:10] for record in caplog.records] == ["step 5 of ", "step 6 of "]
     assert "loss 1.250, held-out at 64 1.500" in caplog.text
     assert "tokens/s" in caplog.text
     assert "left" in caplog.text
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    bar = Progress(start=4, steps=9, every=3, quiet=False)
-    bar.tell(line, tokens=1000)
+    bar = ProgressLog(start=4, steps=9, every=3, quiet=False)
+    bar.add(line, tokens=1000)
     bar.close()
     assert "5/9" in (said := capsys.readouterr().err)
     assert "loss 1.250" in said
@@ -183,7 +183,7 @@ def test_every_preset_has_a_recipe():
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_the_papers_runs_are_parsed_and_planned(path, capsys):
-    main(["train", "--config", str(path), "--encoding", "none", "--dry_run"])
+    main(["train", "--config", str(path), "--encoding", "none", "--dry-run"])
     said = capsys.readouterr().out
     size = path.stem.removesuffix("-512").split("-")[-1]
     parameters = {"tiny": "44,670,976", "small": "123,689,472", "medium": "353,822,720"}[size]
@@ -198,19 +198,19 @@ def test_the_commands_of_the_page_on_training_can_be_given(capsys, monkeypatch):
     blocks = re.findall(r"^```bash\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     commands = [line.split("train ", 1)[1].split() for block in blocks for line in block.splitlines()]
     for command in commands:
-        main(["train", *command, "--dry_run"])
+        main(["train", *command, "--dry-run"])
     assert capsys.readouterr().out.count("model     ") == len(commands) == 7
     for block in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
         exec(compile(block, "docs/train.md", "exec"), {})
 
 
-def test_a_plan_counts_what_the_encoding_learns():
-    assert "221,472 of them the encoding's" in plan(TrainConfig(preset="small", encoding="cable"))
+def test_a_dry_run_counts_what_the_encoding_learns():
+    assert "221,472 of them the encoding's" in dry_run(TrainConfig(preset="small", encoding="cable"))
 
 
 def test_options_of_the_command_line_go_before_the_file_and_print_config_shows_both(tmp_path, capsys):
     (tmp_path / "a.yaml").write_text("encoding: kerple\nsteps: 7\n")
     with pytest.raises(SystemExit):
-        main(["train", "--config", str(tmp_path / "a.yaml"), "--steps", "9", "--print_config"])
+        main(["train", "--config", str(tmp_path / "a.yaml"), "--steps", "9", "--print-config"])
     shown = yaml.safe_load(capsys.readouterr().out)
     assert (shown["encoding"], shown["steps"], shown["preset"]) == ("kerple", 9, "nano")

@@ -55,7 +55,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint_and_the_shells_exit_code(whole, t
     assert ended.value.code == 128 + number
     said = capsys.readouterr().err
     assert (
-        f"stopped after step 7 of 11, with a checkpoint. Go on with: lengthwise train --resume --out {config.out}"
+        f"stopped after step 7 of 11, with a checkpoint; continue with: lengthwise train --resume --out {config.out}"
         in said
     )
     assert signal.getsignal(number) == handler
@@ -127,15 +127,15 @@ def test_a_disk_that_is_full_leaves_the_checkpoints_before_it_and_says_so(whole,
 
 def test_a_loss_that_is_not_a_number_ends_the_run_and_is_not_kept(tmp_path, monkeypatch):
     config = small_config(tmp_path)
-    forward = loop.Objective.forward
+    forward = loop.SummedLoss.forward
 
     def broken(self, *arguments):
         loss = forward(self, *arguments)
         return loss * float("nan") if len(Run(config.out).metrics) == 6 and self.training else loss
 
-    monkeypatch.setattr(loop.Objective, "forward", broken)
+    monkeypatch.setattr(loop.SummedLoss, "forward", broken)
     with pytest.raises(
-        FloatingPointError, match=r"at step 7 the loss is nan .* last good checkpoint is .*step-00000004"
+        FloatingPointError, match=r"got loss nan .* at step 7.* last good checkpoint is .*step-00000004"
     ):
         train(config)
     assert len(Run(config.out).metrics) == 6
@@ -147,7 +147,7 @@ def test_two_runs_in_one_folder_are_refused_while_and_after(tmp_path):
     with RunWriter(config.out), pytest.raises(BlockingIOError, match="which another process is writing to"):
         train(config)
     train(config)
-    with pytest.raises(FileExistsError, match=r"has a run\. Choose another --out, or add --resume"):
+    with pytest.raises(FileExistsError, match=r"which has a run; choose another --out, or add --resume"):
         train(config)
     before = (Run(config.out).final / "model.safetensors").stat().st_mtime_ns
     assert train(dataclasses.replace(config, resume=True)).is_finished
@@ -158,7 +158,7 @@ def test_a_run_is_resumed_as_it_was_started_or_not_at_all(tmp_path, monkeypatch)
     config = small_config(tmp_path)
     stop_after(2, config, monkeypatch)
     again = dataclasses.replace(config, resume=True)
-    with pytest.raises(ValueError, match=r"another seed: 1337 then, 7 now, steps: 11 then, 12 now\. Leave these out"):
+    with pytest.raises(ValueError, match=r"another seed: 1337 then, 7 now, steps: 11 then, 12 now; leave these out"):
         train(dataclasses.replace(again, steps=12, seed=7))
     (tmp_path / "corpus/new.txt").write_text("one more")
     with pytest.raises(ValueError, match=r"resumed with the data it was started with; .* has changed since"):
@@ -167,12 +167,12 @@ def test_a_run_is_resumed_as_it_was_started_or_not_at_all(tmp_path, monkeypatch)
 
 def test_a_config_of_another_version_is_refused(tmp_path, monkeypatch, capsys):
     config = small_config(tmp_path)
-    with pytest.raises(ValueError, match="the config must be of version 1; 2 came"):
+    with pytest.raises(ValueError, match="the config must be of version 1, got 2"):
         train(dataclasses.replace(config, version=2))
     stop_after(2, config, monkeypatch)
     path = tmp_path / "run/config.yaml"
     path.write_text(path.read_text().replace("version: 1", "version: 2\nnovelty: 3"))
-    with pytest.raises(SystemExit, match="the run's config must be of version 1; it is of 2"):
+    with pytest.raises(SystemExit, match="the run's config must be of version 1, got 2"):
         main(["train", "--resume", "--out", config.out])
 
 
@@ -192,15 +192,17 @@ def test_a_config_cannot_bring_objects(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"out": ""}, "--out is empty"),
-        ({"preset": "huge"}, "unknown preset 'huge'; there are 'nano', 'tiny'"),
+        ({"out": ""}, "--out must be the run's folder, got ''"),
+        ({"preset": "huge"}, "unknown preset 'huge'; known: 'nano', 'tiny'"),
         ({"encoding": "cabel"}, "did you mean 'cable'"),
-        ({"length": 1}, "a length must be an int, 2 or more, got 1"),
-        ({"batch_tokens": 100}, "whole sequences of 33; 100 came. Use 99."),
+        ({"length": 1}, "length must be an int, 2 or more, got 1"),
+        ({"batch_tokens": 100}, "whole sequences of 33, got 100; use 99"),
         ({"steps": 0}, "steps must be a positive int, got 0"),
-        ({"warmup": 11}, "warmup must end before the last step, 11; 11 came"),
+        ({"warmup": 11}, "warmup must end before the last step, 11, got 11"),
         ({"learning_rate": -1.0}, "learning_rate must be a number above 0, got -1.0"),
-        ({"evaluate_lengths": [33, 9999]}, "measured at 9999 tokens; the held-out split has"),
+        ({"beta2": 1.0}, "beta2 must be a number from 0 to below 1, got 1.0"),
+        ({"weight_decay": -0.1}, "weight_decay must be a number, 0 or more, got -0.1"),
+        ({"evaluate_lengths": [33, 9999]}, "measured at 9999 tokens: the held-out split has"),
         ({"encoding": "learned", "evaluate_lengths": [34]}, "the encoding 'learned' ends at 33"),
         ({"length": 20_011, "batch_tokens": 20_011}, "at least one sequence of 20011 tokens, got"),
         ({"held_out": "no/where/at/all"}, "which is none of them here"),
@@ -216,7 +218,7 @@ def test_what_cannot_be_trained_is_said(tmp_path, changes, words):
 
 def test_held_out_text_shorter_than_a_sequence_is_refused(tmp_path):
     (tmp_path / "short.txt").write_text("short")
-    with pytest.raises(ValueError, match=r"measured at 33 tokens; the held-out split has 6 tokens\. Give --held_out"):
+    with pytest.raises(ValueError, match=r"measured at 33 tokens: the held-out split has 6 tokens; give --held-out"):
         train(small_config(tmp_path, held_out=str(tmp_path / "short.txt")))
 
 

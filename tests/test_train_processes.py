@@ -15,7 +15,7 @@ from lengthwise.encodings import Encoding
 from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.runs import Run, RunWriter
 from lengthwise.train import loop, train
-from lengthwise.train.processes import Objective
+from lengthwise.train.loop import SummedLoss
 
 
 def assert_close(found: Run, wanted: Run) -> None:
@@ -89,7 +89,7 @@ def test_fsdp2_shards_layers_in_bfloat16_and_keeps_encodings_whole_and_float32(t
     seen = []
 
     def look():
-        forward = Objective.forward
+        forward = SummedLoss.forward
 
         def watched(self, *arguments):
             for part in self.modules():
@@ -98,7 +98,7 @@ def test_fsdp2_shards_layers_in_bfloat16_and_keeps_encodings_whole_and_float32(t
             seen.append(self.model.transformer.ln_f.weight.dtype)
             return forward(self, *arguments)
 
-        Objective.forward = watched
+        SummedLoss.forward = watched
         train(config)
         assert set(seen) == {torch.bfloat16}
 
@@ -131,7 +131,7 @@ def test_where_one_process_dies_the_other_says_so_and_ends(tmp_path, capfd):
 
     assert in_processes(die, 2) == [-signal.SIGKILL, 1]
     said = capfd.readouterr().err
-    assert "process 1: ConnectionError: all processes of a run must go on together" in said
+    assert "process 1: ConnectionError: process 1 lost the connection to another process of the run" in said
     assert "start all of them again with --resume" in said
 
 
@@ -145,7 +145,7 @@ def test_a_folder_that_is_being_written_to_is_refused_by_all_processes(tmp_path,
 def test_more_processes_than_sequences_are_refused(tmp_path, capfd):
     config = small_config(tmp_path, batch_tokens=33)
     assert in_processes(lambda: train(config), 2) == [1, 1]
-    assert "there are 1 sequences and 2 processes" in capfd.readouterr().err
+    assert "got 1 sequences and 2 processes" in capfd.readouterr().err
 
 
 def test_shares_of_other_sizes_are_one_batch_under_ddp_and_refused_under_fsdp2(tmp_path, capfd):
@@ -154,9 +154,9 @@ def test_shares_of_other_sizes_are_one_batch_under_ddp_and_refused_under_fsdp2(t
     assert in_processes(lambda: train(two), 2) == [0, 0]
     assert_close(Run(two.out), Run(one.out))
     assert in_processes(lambda: train(dataclasses.replace(two, sharded=True, resume=True)), 2) == [1, 1]
-    assert "as many sequences as every other; there are 5 and 2 processes" in capfd.readouterr().err
+    assert "divide the sequences of a batch, got 5 sequences and 2 processes" in capfd.readouterr().err
 
 
 def test_sharding_without_processes_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"there is one\. Start several with torchrun"):
+    with pytest.raises(ValueError, match=r"needs several processes, got one; start them with torchrun"):
         train(small_config(tmp_path, sharded=True))

@@ -1,76 +1,84 @@
-"""The command line: parsing only. torch is loaded when a command runs, so that --help answers at once."""
+"""The command line: parsing only. torch is loaded when a command runs, so that --help is fast."""
 
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, fields
+from functools import wraps
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
-
-from jsonargparse import ActionYesNo, ArgumentParser
+from typing import Any, NamedTuple
 
 from lengthwise import __version__
 from lengthwise.errors import UserError
+from lengthwise.evaluate.config import EvalConfig
+from lengthwise.options import OptionParser, fail
+from lengthwise.study.config import NOT_SHARED, StudyConfig
 from lengthwise.train.config import FORMAT, TrainConfig
+
+FIXABLE = (
+    UserError,
+    ArithmeticError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""Errors in the input, the files or the machine, whose message is all that a user needs."""
+
+EXTRAS = {"datasets": "data", "pyarrow": "data", "starlette": "serve", "uvicorn": "serve"}
+"""Packages of extras other than `lab`."""
+
+
+class Command(NamedTuple):
+    """A command: its line in --help, its parser, and the function that gets the parsed options and gives the output."""
+
+    help: str
+    parser: Callable[[], OptionParser]
+    run: Callable[..., str]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `lengthwise COMMAND ...`."""
-    parser = ArgumentParser(
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words:
+        fail("lengthwise", f"expected a COMMAND, got none; known: {', '.join(COMMANDS)}")
+    parser = OptionParser(
         prog="lengthwise", description="The workbench for positional encodings of transformers.", version=__version__
     )
-    commands = parser.add_subcommands(required=True, metavar="COMMAND")
-    commands.add_subcommand("encodings", ArgumentParser(), help="the table of encodings")
-    commands.add_subcommand("info", ArgumentParser(), help="which attention backends work here, and why others do not")
-    export = ArgumentParser()
-    export.add_argument("source", metavar="RUN_OR_CHECKPOINT", help="a run, a checkpoint folder, or a name on the hub")
-    export.add_argument("--out", required=True, help="the folder to write, new or empty")
-    commands.add_subcommand("export", export, help="a checkpoint as a folder that loads where Lengthwise is not there")
-    commands.add_subcommand("show", show_parser(), help="a picture or a page of the positional part of every head")
-    commands.add_subcommand("serve", serve_parser(), help="the interactive page over runs and checkpoints")
-    trainer = train_parser()
-    commands.add_subcommand("train", trainer, help="train one model; the same command under torchrun")
-    commands.add_subcommand("evaluate", evaluate_parser(), help="perplexity against length, and tasks")
-    commands.add_subcommand("study", study_parser(), help="train, measure and compare several encodings: one report")
-    chosen = parser.parse_args(argv)
+    subcommands = parser.add_subcommands(required=True, metavar="COMMAND")
+    parsers = {}
+    for name, command in COMMANDS.items():
+        # The others are only listed: `lengthwise --help` need not make them.
+        parsers[name] = command.parser() if name in words else OptionParser()
+        subcommands.add_subcommand(name, parsers[name], help=command.help)
+    chosen = parser.parse_args(words)
     if chosen.subcommand == "train" and chosen.train.resume:
-        # A run goes on with its own config; what is said on the command line is compared with it.
-        trainer.default_config_files = config_of_run(chosen.train.out)
-        chosen = parser.parse_args(argv)
-    arguments = chosen[chosen.subcommand] or {}
-    try:
-        print(COMMANDS[chosen.subcommand](**dict(arguments)))
-    except UserError as error:
-        print(f"lengthwise {chosen.subcommand}: {error}", file=sys.stderr)
-        sys.exit(2)
+        # A run continues with its own config; options of the command line are compared with it.
+        parsers["train"].default_config_files = config_of_run(chosen.train.out)
+        chosen = parser.parse_args(words)
+    # Without what jsonargparse notes beside the options, such as the files that it read.
+    options = dict(chosen[chosen.subcommand].clone(with_meta=False)) if chosen[chosen.subcommand] else {}
+    options.pop("config", None)
+    print(user_errors(chosen.subcommand, COMMANDS[chosen.subcommand].run)(**options))
 
 
-def show_parser() -> ArgumentParser:
-    """The arguments of `lengthwise show`."""
-    parser = ArgumentParser()
-    parser.add_argument(
-        "what_to_show",
-        nargs="*",
-        metavar="WHAT",
-        help="an encoding's name, a run, a checkpoint folder or a name on the hub; several are drawn side by side",
-    )
-    parser.add_argument(
-        "--out", help="the picture (.png, .svg, .pdf), the interactive page (.html), or with --paper a folder"
-    )
-    parser.add_argument("--paper", action="store_true", help="figures 8 to 15 of the CABLE paper, of runs if given")
-    parser.add_argument(
-        "--layer", type=str, help="from 1 on, such as 3 or 1-4; 'last' or 'all'; a picture has the last, a page all"
-    )
-    parser.add_argument("--detail", type=str, help="heads of which a page keeps every cell, as LAYER.HEAD: 12.1,12.3")
-    parser.add_argument("--heads", type=str, help="from 1 on, such as 1-3,12; all if not given")
-    parser.add_argument("--what", type=str, help="bias, content, scores, weights or profile; bias if there is one")
-    parser.add_argument("--part", type=str, help="decoder, encoder or cross, where a model has them")
-    parser.add_argument("--length", type=int, help="how many tokens; 512 if the model takes them")
-    parser.add_argument("--text", type=str, help="what the model reads; sampled from held-out text if not given")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--force", action="store_true", help="overwrite a picture that is there")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with a checkpoint")
-    return parser
+def user_errors(name: str, run: Callable[..., str]) -> Callable[..., str]:
+    """The same function, but an error that a user can fix ends the command with one line and exit code 2."""
+
+    @wraps(run)
+    def guarded(**options: Any) -> str:
+        try:
+            return run(**options)
+        except ModuleNotFoundError as error:
+            package = (error.name or "").partition(".")[0]
+            extra = EXTRAS.get(package, "lab")
+            fail(f"lengthwise {name}", f"the package {package!r} must be installed: pip install 'lengthwise[{extra}]'")
+        except FIXABLE as error:
+            fail(f"lengthwise {name}", str(error) or type(error).__name__)
+
+    return guarded
 
 
 def encodings() -> str:
@@ -81,10 +89,18 @@ def encodings() -> str:
 
 
 def info() -> str:
-    """What works on this machine."""
+    """The backends that work on this machine."""
     from lengthwise.attention.info import report
 
     return report()
+
+
+def export_parser() -> OptionParser:
+    """The options of `lengthwise export`."""
+    parser = OptionParser()
+    parser.add_argument("source", metavar="RUN_OR_CHECKPOINT", help="a run, a checkpoint folder, or a name on the hub")
+    parser.add_argument("--out", required=True, help="the folder to write, new or empty")
+    return parser
 
 
 def export(source: str, out: str) -> str:
@@ -96,19 +112,85 @@ def export(source: str, out: str) -> str:
     return f"{folder} loads with AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)"
 
 
-def train_parser() -> ArgumentParser:
-    """One option for each field of the config; `--config` reads a file first, and `--resume` the run's own."""
-    parser = ArgumentParser(description="Train one model. What is left out comes from the preset's recipe.")
+def show_parser() -> OptionParser:
+    """The options of `lengthwise show`."""
+    parser = OptionParser()
+    parser.add_argument(
+        "what_to_show",
+        nargs="*",
+        metavar="MODEL",
+        help="an encoding's name, a run, a checkpoint folder or a name on the hub; several are drawn side by side",
+    )
+    parser.add_argument(
+        "--out", help="the picture (.png, .svg, .pdf), the interactive page (.html), or with --paper a folder"
+    )
+    parser.add_argument("--paper", action="store_true", help="figures 8 to 15 of the CABLE paper, of runs if given")
+    parser.add_argument(
+        "--layer", type=str, help="from 1 on, such as 3 or 1-4; 'last' or 'all'; a picture has the last, a page all"
+    )
+    parser.add_argument("--detail", type=str, help="heads of which a page keeps every cell, as LAYER.HEAD: 12.1,12.3")
+    parser.add_argument("--heads", type=str, help="from 1 on, such as 1-3,12; all by default")
+    parser.add_argument("--what", type=str, help="bias, content, scores, weights or profile; bias if there is one")
+    parser.add_argument("--part", type=str, help="decoder, encoder or cross, where a model has them")
+    parser.add_argument("--length", type=int, help="how many tokens; 512 if the model takes them")
+    parser.add_argument("--text", type=str, help="the text that the model reads; by default sampled from held-out text")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample and of an encoding's initial parameters")
+    parser.add_argument("--force", action="store_true", help="overwrite a picture that is there")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with a checkpoint")
+    return parser
+
+
+def show(**options: Any) -> str:
+    """A picture, a page, or all of the paper's figures."""
+    names, paper, detail = (options.pop(name) for name in ("what_to_show", "paper", "detail"))
+    if paper:
+        for name in ("layer", "heads", "what", "part", "length", "text"):
+            if (value := options.pop(name)) is not None:
+                raise ValueError(f"the paper's figures decide {name} themselves, got --{name} {value}; leave it out")
+        from lengthwise.show.paper_figures import show_paper
+
+        return show_paper(names, **options)
+    from lengthwise.show.options import ShowOptions
+
+    out, force = options.pop("out"), options.pop("force")
+    chosen = ShowOptions(detail=detail, **options)
+    if (out or "").lower().endswith(".html"):
+        from lengthwise.show.page import show_page
+
+        return show_page(names, chosen, out=out, force=force)
+    from lengthwise.show.figure import show_figure
+
+    return show_figure(names, chosen, out=out, force=force)
+
+
+def serve_parser() -> OptionParser:
+    """The options of `lengthwise serve`."""
+    parser = OptionParser()
+    parser.add_argument(
+        "sources", nargs="*", metavar="RUN", help="runs, checkpoints, studies, or folders of them; runs and study"
+    )
+    parser.add_argument("--port", type=int, default=8710, help="on 127.0.0.1; 0 takes any that is free")
+    parser.add_argument("--max-tokens", type=int, default=2048, help="how many tokens a model reads at most")
+    return parser
+
+
+def serve(sources: list[str], port: int, max_tokens: int) -> str:
+    """The page, until it is interrupted."""
+    from lengthwise.serve.server import serve
+
+    return serve(sources, port=port, max_tokens=max_tokens)
+
+
+def train_parser() -> OptionParser:
+    """The options of `lengthwise train`; `--config` reads a file first, and `--resume` the run's own."""
+    parser = OptionParser(description="Train one model. Options that are left out come from the preset's recipe.")
     parser.add_argument("--config", action="config", help="a YAML file with any of these options")
-    kinds = get_type_hints(TrainConfig)
-    for option in fields(TrainConfig):
-        kind = {"action": ActionYesNo} if kinds[option.name] is bool else {"type": kinds[option.name]}
-        parser.add_argument(f"--{option.name}", default=option.default, help=option.metadata["help"], **kind)
+    parser.add_config(TrainConfig)
     return parser
 
 
 def config_of_run(out: str) -> list[str]:
-    """The config file of a run that this version can go on with."""
+    """The config file of a run that this version can continue."""
     from lengthwise.runs.run import CONFIG, read_config
 
     path = Path(out) / CONFIG
@@ -117,14 +199,15 @@ def config_of_run(out: str) -> list[str]:
 
 def train(**options: Any) -> str:
     """One run; a signal ends it with a checkpoint and the exit code that shells expect."""
-    config = TrainConfig(**{option.name: options[option.name] for option in fields(TrainConfig)})
+    config = TrainConfig(**options)
     if config.dry_run:
-        from lengthwise.train.plan import plan
+        from lengthwise.train.setup import dry_run
 
-        return plan(config)
+        return dry_run(config)
     from transformers.utils.logging import disable_progress_bar
 
-    from lengthwise.train.loop import Stopped, train
+    from lengthwise.train.loop import train
+    from lengthwise.train.signals import Stopped
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     disable_progress_bar()  # transformers' own, for each file it writes
@@ -133,159 +216,62 @@ def train(**options: Any) -> str:
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
         sys.exit(128 + stopped.number)
-    except UserError:
-        raise  # `main` says it
-    except (ArithmeticError, ImportError, LookupError, OSError, ValueError) as error:
-        sys.exit(f"lengthwise train: {error}")
     return f"{run.final} has the model"
 
 
-def show(**options: Any) -> str:
-    """A picture, a page, or all of the paper's; what cannot be shown ends with a sentence, not with a trace."""
-    names, paper, detail = (options.pop(name) for name in ("what_to_show", "paper", "detail"))
-    decided = {name: options.pop(name) for name in ("layer", "heads", "what", "part", "length", "text") if paper}
-    try:
-        for name, value in decided.items():
-            if value is not None:
-                raise ValueError(f"the paper's figures decide {name} themselves; {value!r} came. Leave out --{name}.")
-        if paper:
-            from lengthwise.show.paper_figures import show_paper
-
-            return show_paper(names, **options)
-        out, force = options.pop("out"), options.pop("force")
-        from lengthwise.show.options import ShowOptions
-
-        chosen = ShowOptions(detail=detail, **options)
-        if (out or "").lower().endswith(".html"):
-            from lengthwise.show.page import show_page
-
-            return show_page(names, chosen, out=out, force=force)
-        from lengthwise.show.figure import show_figure
-
-        return show_figure(names, chosen, out=out, force=force)
-    except (NotImplementedError, OSError, ValueError) as error:
-        sys.exit(f"lengthwise show: {error}")
-
-
-def serve_parser() -> ArgumentParser:
-    """The arguments of `lengthwise serve`."""
-    parser = ArgumentParser()
-    parser.add_argument(
-        "sources", nargs="*", metavar="RUN", help="runs, checkpoints, studies, or folders of them; runs and study"
-    )
-    parser.add_argument("--port", type=int, default=8710, help="on 127.0.0.1; 0 takes any that is free")
-    parser.add_argument("--max_tokens", type=int, default=2048, help="how many tokens a model reads at most")
-    return parser
-
-
-def serve(sources: list[str], port: int, max_tokens: int) -> str:
-    """The page, until it is interrupted."""
-    try:
-        from lengthwise.serve.server import serve
-
-        return serve(sources, port=port, max_tokens=max_tokens)
-    except ModuleNotFoundError as error:
-        sys.exit(f"lengthwise serve: {error.name} must be installed; it is not. Use: pip install 'lengthwise[serve]'")
-    except (OSError, ValueError) as error:
-        sys.exit(f"lengthwise serve: {error}")
-
-
-def evaluate_parser() -> ArgumentParser:
-    """What to measure, and how."""
-    parser = ArgumentParser()
+def evaluate_parser() -> OptionParser:
+    """The options of `lengthwise evaluate`."""
+    parser = OptionParser()
     parser.add_argument("sources", metavar="RUN", nargs="*", help="runs, checkpoint folders or hub names; NAME=RUN")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512, 1024], help="in tokens")
-    parser.add_argument(
-        "--protocol",
-        type=Literal["fair", "paper", "sliding"],
-        default="fair",
-        help="fair: the same tokens at every length; paper: consecutive windows; sliding: every token once",
-    )
-    parser.add_argument("--text", default="stdlib", help="the source whose held-out text is used")
-    parser.add_argument("--windows", type=int, default=256, help="windows at most, at each length")
-    parser.add_argument("--stride", type=int | None, help="tokens scored in a window (fair, sliding)")
-    parser.add_argument("--chunk", type=int | None, help="read windows in chunks of so many tokens through the cache")
-    parser.add_argument("--rope", type=str, nargs="+", default=[], help="RoPE scalings to compare, as yarn:8")
-    parser.add_argument("--tasks", type=str, nargs="+", default=[], help="synthetic tasks, e.g. copy passkey")
-    parser.add_argument("--examples", type=int, default=100, help="of each task, length and depth")
+    parser.add_config(EvalConfig)
     parser.add_argument("--device", default="auto", help="cpu, cuda, or auto")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with a checkpoint")
     parser.add_argument("--out", type=str | None, help="a folder for JSON, CSV, Markdown, LaTeX and figures")
     return parser
 
 
-def evaluate(
-    sources: list[str],
-    lengths: list[int],
-    protocol: Literal["fair", "paper", "sliding"],
-    text: str,
-    windows: int,
-    stride: int | None,
-    chunk: int | None,
-    rope: list[str],
-    tasks: list[str],
-    examples: int,
-    device: str,
-    out: str | None,
-) -> str:
-    """The table, and what was written."""
-    from lengthwise.evaluate.measuring import Measure, measure
+def evaluate(sources: list[str], device: str, trust_remote_code: bool, out: str | None, **options: Any) -> str:
+    """The table, and the files that were written."""
+    from lengthwise.evaluate.run import evaluate_models
 
-    what = Measure(lengths, protocol, text, windows, stride, chunk, rope, tasks, examples)
-    try:
-        found = measure(sources, what, device=device)
-        written = found.write(Path(out)) if out is not None else []
-    except UserError:
-        raise  # `main` says it
-    except (LookupError, OSError, ValueError) as error:
-        sys.exit(f"lengthwise evaluate: {error}")
-    return "\n".join([found.text(), *(f"wrote {path}" for path in written)])
+    result = evaluate_models(sources, EvalConfig(**options), device=device, trust_remote_code=trust_remote_code)
+    written = result.write(Path(out)) if out is not None else []
+    return "\n".join([result.text(), *(f"wrote {path}" for path in written)])
 
 
-def study_parser() -> ArgumentParser:
-    """One option for each field of the study's config; `--config` reads a file first."""
-    from lengthwise.study.config import StudyConfig
-
-    parser = ArgumentParser(description="Train several encodings, measure them, draw their heads, write one report.")
+def study_parser() -> OptionParser:
+    """The options of `lengthwise study`: its own, and those of training and evaluation that its runs share."""
+    parser = OptionParser(description="Train several encodings, measure them, draw their heads, write one report.")
     parser.add_argument("--config", action="config", help="a YAML file with any of these options")
-    kinds = get_type_hints(StudyConfig)
-    for option in fields(StudyConfig):
-        default = option.default if option.default_factory is MISSING else option.default_factory()
-        kind = {"action": ActionYesNo} if kinds[option.name] is bool else {"type": kinds[option.name]}
-        parser.add_argument(f"--{option.name}", default=default, help=option.metadata["help"], **kind)
+    parser.add_config(StudyConfig, skip=("training", "evaluation"))
+    parser.add_config(TrainConfig, skip=NOT_SHARED)
+    parser.add_config(EvalConfig)
     parser.add_argument("--plan", action="store_true", help="print one command per run that is missing, and stop")
     return parser
 
 
 def study(plan: bool, **options: Any) -> str:
     """The whole study, or the commands of its runs."""
-    from lengthwise.study.config import StudyConfig
+    config = StudyConfig.from_options(**options)
+    if plan:
+        from lengthwise.study.runs import missing_commands
 
-    options.pop("config", None)
-    config = StudyConfig(**options)
-    try:
-        if plan:
-            from lengthwise.study.parts import commands
+        return "\n".join(missing_commands(config))
+    from lengthwise.study.execute import run_study
 
-            return "\n".join(commands(config))
-        from lengthwise.study.study import run_study
-
-        logging.basicConfig(level=logging.INFO, format="%(message)s")
-        return run_study(config)
-    except UserError:
-        raise  # `main` says it
-    except (LookupError, OSError, ValueError) as error:
-        sys.exit(f"lengthwise study: {error}")
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    return run_study(config)
 
 
-COMMANDS: dict[str, Callable[..., str]] = {
-    "encodings": encodings,
-    "info": info,
-    "export": export,
-    "show": show,
-    "serve": serve,
-    "train": train,
-    "evaluate": evaluate,
-    "study": study,
+COMMANDS = {
+    "encodings": Command("the table of encodings", OptionParser, encodings),
+    "info": Command("which attention backends work here, and why others do not", OptionParser, info),
+    "export": Command("a checkpoint as a folder that loads without Lengthwise", export_parser, export),
+    "show": Command("a picture or a page of the positional part of every head", show_parser, show),
+    "serve": Command("the interactive page over runs and checkpoints", serve_parser, serve),
+    "train": Command("train one model; the same command under torchrun", train_parser, train),
+    "evaluate": Command("perplexity against length, and tasks", evaluate_parser, evaluate),
+    "study": Command("train, measure and compare several encodings: one report", study_parser, study),
 }
 
 if __name__ == "__main__":

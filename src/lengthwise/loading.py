@@ -72,11 +72,7 @@ class LoadedModel:
     @property
     def vocabulary(self) -> str:
         """The same for tokenizers that are the same; "" without one."""
-        if self.tokenizer is None:
-            return ""
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        text = backend.to_str() if backend is not None else repr(sorted(self.tokenizer.get_vocab().items()))
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return "" if self.tokenizer is None else tokenizer_id(self.tokenizer)
 
 
 def load_model(
@@ -104,10 +100,22 @@ def load_model(
     if not Run.is_run(source):
         return LoadedModel(name or Path(source).resolve().name, model, tokenizer, trained=True)
     run = Run(source)
-    # Data that was named as held out is so as a whole; else it is the part of the data that was kept back.
+    # Data that was named as held out is so as a whole; else it is the held-out part of the data.
     other, data = run.config.get("held_out"), run.config.get("data", "stdlib")
     split: Split = "all" if other else "held-out"
     return LoadedModel(name or run.name, model, tokenizer, trained=True, source=other or data, split=split)
+
+
+def tokenizer_id(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The same for tokenizers that are the same, fast or not."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    text = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def load_tokenizer_of(source: str | Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a run, a checkpoint folder or a name on the hub; None if it has none."""
+    return _tokenizer(resolve_checkpoint(source), trust_remote_code=False)
 
 
 def initial_model(
@@ -137,7 +145,7 @@ def resolve_checkpoint(source: str | Path) -> str:
         return str(_only_checkpoint(folder))
     close = difflib.get_close_matches(str(source), ENCODINGS, n=1, cutoff=0.75)
     if close and not folder.exists():
-        # Before the hub is asked, which takes long where there is no network.
+        # Before a request to the hub, which takes long where there is no network.
         raise LoadError(f"{_EXPECTED}, got {str(source)!r}; did you mean {close[0]!r}?")
     return str(source)
 
@@ -157,16 +165,16 @@ def resolve_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.device(device)
-    except RuntimeError as error:
-        raise LoadError(
-            f"device must be 'auto' or one that torch knows, got {device!r}: {_first_line(error)}"
-        ) from None
+        place = torch.device(device)
+        torch.zeros(1, device=place).item()
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        raise LoadError(f"device must be 'auto' or one that works here, got {device!r}: {_first_line(error)}") from None
+    return place
 
 
 def _from_pretrained(
     checkpoint: str, dtype: torch.dtype | str, *, trust_remote_code: bool
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+) -> tuple[Any, PreTrainedTokenizerBase | None]:
     refuse_pickles(checkpoint)
     try:
         config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)

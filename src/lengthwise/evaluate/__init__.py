@@ -1,23 +1,49 @@
-"""How far a model holds: loss against length under named protocols, scores of tasks, and how sure they are."""
+"""How far a model holds: loss against length under named protocols, scores of tasks, and confidence intervals."""
 
-from lengthwise.evaluate.perplexity import score_lengths
-from lengthwise.evaluate.rope import with_scaling
-from lengthwise.evaluate.score import Score
-from lengthwise.evaluate.statistics import Interval, bootstrap, paired_difference
-from lengthwise.evaluate.table import LengthTable
-from lengthwise.evaluate.text import Text, read_text
-from lengthwise.evaluate.windows import PROTOCOLS, Protocol
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lengthwise.evaluate.config import PROTOCOLS, EvalConfig, Protocol
+    from lengthwise.evaluate.corpus import Corpus, read_corpus
+    from lengthwise.evaluate.perplexity import Score, score_lengths
+    from lengthwise.evaluate.rope_override import with_scaling
+    from lengthwise.evaluate.statistics import Interval, bootstrap, paired_difference
+    from lengthwise.evaluate.table import LengthTable
+
+_HOMES = {
+    "PROTOCOLS": "config",
+    "Corpus": "corpus",
+    "EvalConfig": "config",
+    "Interval": "statistics",
+    "LengthTable": "table",
+    "Protocol": "config",
+    "Score": "perplexity",
+    "bootstrap": "statistics",
+    "paired_difference": "statistics",
+    "read_corpus": "corpus",
+    "score_lengths": "perplexity",
+    "with_scaling": "rope_override",
+}
+"""Where each public name lives. torch is loaded with the first one: the command line needs only the config."""
 
 __all__ = [
     "PROTOCOLS",
+    "Corpus",
+    "EvalConfig",
     "Interval",
     "LengthTable",
     "Protocol",
     "Score",
-    "Text",
     "bootstrap",
     "paired_difference",
-    "read_text",
+    "read_corpus",
     "score_lengths",
     "with_scaling",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"lengthwise.evaluate.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'lengthwise.evaluate' has no attribute {name!r}")

@@ -15,12 +15,12 @@ from transformers import DynamicCache, PreTrainedModel
 
 from lengthwise.attention.memory import total_bytes
 from lengthwise.errors import check_int
-from lengthwise.evaluate.rope import length_dependent
+from lengthwise.evaluate.rope_override import length_dependent
 from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.model.losses import head_loss
 
-LEAST_CHUNK = 256
-PASS = 512
+SMALLEST_CHUNK = 256
+LOGIT_ROWS = 512
 """Rows of logits turned into losses at a time."""
 
 
@@ -33,19 +33,18 @@ def token_losses(
     length = inputs.shape[1]
     if chunk is None or chunk >= length:
         return _last_losses(model, inputs, targets, None)
-    check_int("chunk", chunk, "It counts tokens.")
+    check_int("chunk", chunk)
     if length_dependent(model):
         raise ValueError(
-            "chunks must give what one pass gives; the rotary angles of this model depend on the length, so keys that "
-            "are cached early differ. Leave chunk out."
+            "chunks would not give the losses of one pass: the rotary angles of this model depend on the length, so "
+            "keys that are cached early differ; leave chunk out"
         )
-    cache, found = DynamicCache(config=model.config), []
+    cache, losses = DynamicCache(config=model.config), []
     for first in range(0, length, chunk):
         part = inputs[:, first : first + chunk]
         begin, stop = (max(0, place - (length - scored)) for place in (first, first + part.shape[1]))
-        losses = _last_losses(model, part, targets[:, begin:stop], cache)
-        found.append(losses)
-    return torch.cat(found, 1)
+        losses.append(_last_losses(model, part, targets[:, begin:stop], cache))
+    return torch.cat(losses, 1)
 
 
 def _last_losses(model: PreTrainedModel, inputs: Tensor, targets: Tensor, cache: DynamicCache | None) -> Tensor:
@@ -55,9 +54,9 @@ def _last_losses(model: PreTrainedModel, inputs: Tensor, targets: Tensor, cache:
         x = model.transformer(inputs, past_key_values=cache, use_cache=cache is not None).last_hidden_state
         return head_loss(x[:, x.shape[1] - keep :], model.lm_head.weight, targets, reduction="none")
     flat = last_logits(model, inputs, keep, cache).flatten(0, 1)
-    wanted = targets.flatten().to(flat.device)
-    pairs = zip(flat.split(PASS), wanted.split(PASS), strict=True)
-    parts = [F.cross_entropy(rows.float(), words, reduction="none") for rows, words in pairs]
+    labels = targets.flatten().to(flat.device)
+    pairs = zip(flat.split(LOGIT_ROWS), labels.split(LOGIT_ROWS), strict=True)
+    parts = [F.cross_entropy(rows.float(), part, reduction="none") for rows, part in pairs]
     return (torch.cat(parts) if parts else flat.new_zeros(0)).view(targets.shape)
 
 
@@ -65,28 +64,28 @@ def last_logits(
     model: PreTrainedModel, inputs: Int[Tensor, "batch position"], keep: int, cache: DynamicCache | None = None
 ) -> Float[Tensor, "batch keep word"]:
     """The logits after the last `keep` inputs; the head runs on no others where the model can leave them out."""
-    known: dict[str, object] = {"use_cache": cache is not None}
+    arguments: dict[str, object] = {"use_cache": cache is not None}
     if cache is not None:
-        known["past_key_values"] = cache
+        arguments["past_key_values"] = cache
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         # 0 would mean all.
-        known["logits_to_keep"] = max(1, keep)
-    logits: Tensor = model(inputs, **known).logits
+        arguments["logits_to_keep"] = max(1, keep)
+    logits: Tensor = model(inputs, **arguments).logits
     return logits[:, logits.shape[1] - keep :]
 
 
 def bytes_needed(model: PreTrainedModel, *, length: int, scored: int, batch: int = 1, chunk: int | None = None) -> int:
-    """An estimate of what a pass over windows of this length holds beside the weights."""
+    """An estimate of the memory of a pass over windows of this length, beside the weights."""
     config, item = model.config.get_text_config(), next(model.parameters()).element_size()
     heads = config.num_attention_heads
     width = config.hidden_size
-    kept = getattr(config, "num_key_value_heads", None) or heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
     dim = getattr(config, "head_dim", None) or width // heads
     step = min(chunk or length, length)
-    cache = 2 * config.num_hidden_layers * kept * dim * length * item if step < length else 0
+    cache = 2 * config.num_hidden_layers * key_heads * dim * length * item if step < length else 0
     # Four widths in the feed-forward layer, twice over, the tokens, queries, keys, values and output.
     working = 16 * step * width * item
-    rows = PASS if isinstance(model, LengthwiseForCausalLM) else min(step, scored)
+    rows = LOGIT_ROWS if isinstance(model, LengthwiseForCausalLM) else min(step, scored)
     logits = 2 * rows * config.vocab_size * 4
     scores = 2 * heads * step * length * 4 if config._attn_implementation == "eager" else 0
     return batch * (cache + working + scores + logits)
@@ -99,14 +98,14 @@ def fitting_chunk(model: PreTrainedModel, *, length: int, scored: int) -> int | 
     if need <= budget:
         return None
     chunk = length
-    while chunk > LEAST_CHUNK and not length_dependent(model):
-        chunk = max(LEAST_CHUNK, chunk // 2)
+    while chunk > SMALLEST_CHUNK and not length_dependent(model):
+        chunk = max(SMALLEST_CHUNK, chunk // 2)
         need = bytes_needed(model, length=length, scored=scored, chunk=chunk)
         if need <= budget:
             return chunk
     raise MemoryError(
-        f"scoring at length {length:,} must fit in half of the memory, {budget:,} bytes; it needs {need:,}. "
-        "Leave out that length, or use a machine with more memory."
+        f"scoring at length {length:,} must fit in half of the memory, {budget:,} bytes, but needs {need:,}; leave out "
+        "that length, or use a machine with more memory"
     )
 
 

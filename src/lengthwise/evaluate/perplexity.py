@@ -1,10 +1,13 @@
 """A model's loss against the length it reads, under a protocol: any causal language model of transformers."""
 
 import hashlib
+import math
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,21 +17,98 @@ from transformers import PreTrainedModel
 
 from lengthwise.encodings import PositionError
 from lengthwise.errors import check_int
+from lengthwise.evaluate.config import Protocol
+from lengthwise.evaluate.corpus import Corpus
 from lengthwise.evaluate.limits import check_length
 from lengthwise.evaluate.losses import fitting_chunk, token_losses
-from lengthwise.evaluate.score import Score
-from lengthwise.evaluate.text import Text
-from lengthwise.evaluate.windows import Plan, Protocol, Window, plan
+from lengthwise.evaluate.statistics import Interval, bootstrap
+from lengthwise.evaluate.windows import Window, WindowPlan, plan_windows
 
-BATCH = 8192
+BATCH_TOKENS = 8192
 """Tokens in a batch of windows, unless one window has more."""
-GROUPS = 64
+POSITION_GROUPS = 64
 """Groups of places that losses by position are averaged over."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """The losses of one model on the scored tokens of one length, as sums by document.
+
+    These sums are enough for the perplexity, the bits per byte, their intervals, and the difference from another model
+    on the same tokens; so a score that was written to a file can be compared with one that is measured today.
+    """
+
+    name: str
+    length: int
+    protocol: str
+    """The protocol as a sentence."""
+    source: str
+    """The text that was used."""
+    tokenizer: str
+    """The same for models whose perplexities can be compared."""
+    targets: str = ""
+    """A checksum of the scored tokens and their places: the same means that a paired difference is one."""
+    documents: list[int] = field(default_factory=list)
+    nats: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    bytes: list[int] = field(default_factory=list)
+    positions: list[tuple[int, float]] = field(default_factory=list)
+    """The mean loss by place in the window: the last place of each of up to 64 groups, and its loss."""
+    seconds: float = 0.0
+    refused: str | None = None
+    """Why there is no measurement, if there is none."""
+
+    @property
+    def scored(self) -> int:
+        """How many tokens were scored."""
+        return sum(self.tokens)
+
+    @property
+    def loss(self) -> float:
+        """The mean of -log p over the scored tokens."""
+        return sum(self.nats) / self.scored if self.scored else math.nan
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss)."""
+        return _exp(self.loss)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """What the scored text costs per byte: comparable whatever the tokenizer."""
+        return sum(self.nats) / sum(self.bytes) / math.log(2) if sum(self.bytes) else math.nan
+
+    def sums(self, metric: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """By document: nats and tokens, or bits and bytes."""
+        nats = np.array(self.nats)
+        if metric == "perplexity":
+            return nats, np.array(self.tokens, dtype=float)
+        return nats / math.log(2), np.array(self.bytes, dtype=float)
+
+    def interval(self, metric: str = "perplexity") -> Interval:
+        """Where the value lies in 95 of 100 resamplings of the documents."""
+        interval = bootstrap([self.sums(metric)])
+        return Interval(*map(_exp, interval)) if metric == "perplexity" else interval
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, and the values made of it; a file with this is read back by `from_json`."""
+        values = {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte, "scored": self.scored}
+        return asdict(self) | ({} if self.refused else values | {"interval": list(self.interval())})
+
+    @staticmethod
+    def from_json(content: dict[str, Any]) -> "Score":
+        """The score that `as_json` wrote."""
+        fields = {key: value for key, value in content.items() if key in Score.__dataclass_fields__}
+        return Score(**(fields | {"positions": [(int(p), float(v)) for p, v in fields["positions"]]}))
+
+
+def _exp(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 def score_lengths(
     model: PreTrainedModel,
-    text: Text,
+    corpus: Corpus,
     lengths: Sequence[int],
     *,
     name: str,
@@ -38,14 +118,14 @@ def score_lengths(
     stride: int | None = None,
     chunk: int | None = None,
 ) -> list[Score]:
-    """One score per length; a length that the model or the machine cannot take says so in its score."""
+    """One score per length; for a length that the model or the machine cannot take the score has the reason."""
     lengths = checked_lengths(lengths)
     model.eval()
-    found = []
+    scores = []
     for length in lengths:
-        chosen = plan(
+        plan = plan_windows(
             protocol,
-            len(text),
+            len(corpus),
             length,
             shortest=lengths[0],
             longest=lengths[-1],
@@ -54,76 +134,79 @@ def score_lengths(
         )
         try:
             check_length(model, length)
-            part = chunk or fitting_chunk(model, length=length, scored=chosen.windows[0].scored)
-            found.append(_score(model, text, chosen, name=name, tokenizer=tokenizer, chunk=part))
+            part = chunk or fitting_chunk(model, length=length, scored=plan.windows[0].scored)
+            scores.append(_score(model, corpus, plan, name=name, tokenizer=tokenizer, chunk=part))
         except (PositionError, MemoryError) as error:
-            found.append(Score(name, length, chosen.words, text.source, tokenizer, refused=str(error)))
-    return found
+            scores.append(Score(name, length, plan.description, corpus.source, tokenizer, refused=str(error)))
+    return scores
 
 
 def checked_lengths(lengths: Sequence[int]) -> list[int]:
     """The lengths in rising order, each once; an error if there are none."""
     if not lengths:
-        raise ValueError("there must be a length to measure at; none came. Give e.g. 128 256 512.")
+        raise ValueError("there must be a length to measure at, got none; give e.g. --lengths 128 256 512")
     for length in lengths:
-        check_int("length", length, "It counts tokens.")
+        check_int("length", length)
     return sorted(set(lengths))
 
 
-def _score(model: PreTrainedModel, text: Text, chosen: Plan, *, name: str, tokenizer: str, chunk: int | None) -> Score:
-    length = chosen.windows[0].length
+def _score(
+    model: PreTrainedModel, corpus: Corpus, plan: WindowPlan, *, name: str, tokenizer: str, chunk: int | None
+) -> Score:
+    length = plan.windows[0].length
     began = time.perf_counter()
-    losses = np.concatenate([row for rows in _losses(model, text, chosen, chunk, name) for row in rows])
-    places = np.concatenate([np.arange(w.targets.start, w.targets.stop) for w in chosen.windows])
-    inside = np.concatenate([np.arange(w.length - w.scored, w.length) for w in chosen.windows])
-    documents, which = np.unique(text.document[places], return_inverse=True)
-    checksum = hashlib.sha256(text.tokens[places].tobytes() + places.tobytes())
+    losses = np.concatenate([row for rows in _losses(model, corpus, plan, chunk, name) for row in rows])
+    places = np.concatenate([np.arange(w.targets.start, w.targets.stop) for w in plan.windows])
+    inside = np.concatenate([np.arange(w.length - w.scored, w.length) for w in plan.windows])
+    documents, which = np.unique(corpus.document[places], return_inverse=True)
+    checksum = hashlib.sha256(corpus.tokens[places].tobytes() + places.tobytes())
     return Score(
         name=name,
         length=length,
-        protocol=chosen.words,
-        source=text.source,
+        protocol=plan.description,
+        source=corpus.source,
         tokenizer=tokenizer,
         targets=checksum.hexdigest()[:16],
         documents=documents.tolist(),
         nats=np.bincount(which, weights=losses).tolist(),
         tokens=np.bincount(which).tolist(),
-        bytes=np.bincount(which, weights=text.size[places]).astype(int).tolist(),
+        bytes=np.bincount(which, weights=corpus.size[places]).astype(int).tolist(),
         positions=_by_position(inside, losses),
         seconds=time.perf_counter() - began,
     )
 
 
 def _losses(
-    model: PreTrainedModel, text: Text, chosen: Plan, chunk: int | None, name: str
+    model: PreTrainedModel, corpus: Corpus, plan: WindowPlan, chunk: int | None, name: str
 ) -> list[list[NDArray[np.float64]]]:
     """The losses of each window in turn; windows with as many scored tokens go through the model together."""
-    at_once = max(1, BATCH // chosen.windows[0].length)
+    at_once = max(1, BATCH_TOKENS // plan.windows[0].length)
     bar = tqdm(
-        total=len(chosen.windows),
-        desc=f"{name} at {chosen.windows[0].length:,}",
+        total=len(plan.windows),
+        desc=f"{name} at {plan.windows[0].length:,}",
         unit="window",
         leave=False,
         disable=not sys.stderr.isatty(),
     )
-    found = []
+    losses = []
     with bar:
-        for scored, group in groupby(chosen.windows, lambda window: window.scored):
+        for scored, group in groupby(plan.windows, lambda window: window.scored):
             alike = list(group)
             for first in range(0, len(alike), at_once):
                 batch = alike[first : first + at_once]
-                losses = token_losses(model, _stacked(text, batch).to(model.device), scored=scored, chunk=chunk)
-                found.append(list(losses.double().cpu().numpy()))
+                tokens = _stacked(corpus, batch).to(model.device)
+                nats = token_losses(model, tokens, scored=scored, chunk=chunk)
+                losses.append(list(nats.double().cpu().numpy()))
                 bar.update(len(batch))
-    return found
+    return losses
 
 
-def _stacked(text: Text, windows: Sequence[Window]) -> torch.Tensor:
-    return torch.from_numpy(np.stack([text.tokens[w.begin : w.begin + w.length + 1] for w in windows]))
+def _stacked(corpus: Corpus, windows: Sequence[Window]) -> torch.Tensor:
+    return torch.from_numpy(np.stack([corpus.tokens[w.begin : w.begin + w.length + 1] for w in windows]))
 
 
 def _by_position(inside: NDArray[np.int64], losses: NDArray[np.float64]) -> list[tuple[int, float]]:
-    borders = np.unique(np.linspace(inside.min(), inside.max() + 1, GROUPS + 1).astype(int))
+    borders = np.unique(np.linspace(inside.min(), inside.max() + 1, POSITION_GROUPS + 1).astype(int))
     group = np.searchsorted(borders, inside, side="right") - 1
     means = np.bincount(group, weights=losses) / np.bincount(group)
     return [(int(border), float(mean)) for border, mean in zip(borders[1:] - 1, means, strict=True)]

@@ -1,8 +1,8 @@
-"""How sure a figure is: bootstrap over documents and seeds, and differences on the same tokens.
+"""Confidence intervals: bootstrap over documents and seeds, and differences on the same tokens.
 
-A figure is a ratio of sums over documents (nats over tokens, bits over bytes). One resampling draws as many documents
-as there are, with replacement, and as many seeds; the interval is where 95 of 100 resamplings fall. Models that were
-measured on the same tokens are resampled together, which takes out what makes a text easy or hard for both.
+A measured value is a ratio of sums over documents (nats over tokens, bits over bytes). One resampling draws as many
+documents as there are, with replacement, and as many seeds; the interval is where 95 of 100 resamplings fall. Models
+that were measured on the same tokens are resampled together: what makes a text easy or hard for both cancels.
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from lengthwise.errors import check_int
 
 Sums = tuple[NDArray[np.float64], NDArray[np.float64]]
-"""What is summed and what it is divided by, one number per document."""
+"""The numerator and the denominator of a ratio, one number of each per document."""
 
 ROUNDS = 2000
-SHARE = 0.95
+CONFIDENCE = 0.95
 
 
 class Interval(NamedTuple):
@@ -27,24 +27,31 @@ class Interval(NamedTuple):
     high: float
 
 
-def bootstrap(seeds: Sequence[Sums], *, rounds: int = ROUNDS, share: float = SHARE, seed: int = 0) -> Interval:
+def bootstrap(
+    seeds: Sequence[Sums], *, rounds: int = ROUNDS, confidence: float = CONFIDENCE, seed: int = 0
+) -> Interval:
     """The interval of the mean over seeds of each one's ratio of sums, all on the same documents."""
-    return _interval(_resampled(seeds, rounds=rounds, seed=seed), share)
+    return _interval(_resampled(seeds, rounds=rounds, seed=seed), confidence)
 
 
 def paired_difference(
-    first: Sequence[Sums], second: Sequence[Sums], *, rounds: int = ROUNDS, share: float = SHARE, seed: int = 0
+    first: Sequence[Sums],
+    second: Sequence[Sums],
+    *,
+    rounds: int = ROUNDS,
+    confidence: float = CONFIDENCE,
+    seed: int = 0,
 ) -> tuple[float, Interval]:
     """How much higher the first model's ratio is than the second's on the same documents, and its interval."""
     sizes = {len(part) for sums in (*first, *second) for part in sums}
     if len(sizes) != 1 or any(not np.array_equal(a[1], first[0][1]) for a in (*first, *second)):
         raise ValueError(
-            "a paired difference needs the same scored tokens in both; their documents or counts differ. "
-            "Measure both with the same text, lengths and protocol."
+            "a paired difference needs the same scored tokens in both, got other documents or counts; measure both "
+            "with the same text, lengths and protocol"
         )
     # The same seed draws the same documents for both.
     resampled = _resampled(first, rounds=rounds, seed=seed) - _resampled(second, rounds=rounds, seed=seed)
-    return float(_mean_ratio(first) - _mean_ratio(second)), _interval(resampled, share)
+    return float(_mean_ratio(first) - _mean_ratio(second)), _interval(resampled, confidence)
 
 
 def _mean_ratio(seeds: Sequence[Sums]) -> float:
@@ -53,7 +60,7 @@ def _mean_ratio(seeds: Sequence[Sums]) -> float:
 
 def _resampled(seeds: Sequence[Sums], *, rounds: int, seed: int) -> NDArray[np.float64]:
     """One mean ratio per round."""
-    check_int("rounds", rounds, "2000 are usual.")
+    check_int("rounds", rounds)
     documents = len(seeds[0][0])
     # Documents first and from a generator of their own, so that models with other numbers of seeds draw the same.
     drawn = np.random.default_rng([seed, 0]).multinomial(documents, np.full(documents, 1 / documents), size=rounds)
@@ -65,6 +72,6 @@ def _resampled(seeds: Sequence[Sums], *, rounds: int, seed: int) -> NDArray[np.f
     return mean
 
 
-def _interval(resampled: NDArray[np.float64], share: float) -> Interval:
-    low, high = np.nanquantile(resampled, [(1 - share) / 2, (1 + share) / 2])
+def _interval(resampled: NDArray[np.float64], confidence: float) -> Interval:
+    low, high = np.nanquantile(resampled, [(1 - confidence) / 2, (1 + confidence) / 2])
     return Interval(float(low), float(high))

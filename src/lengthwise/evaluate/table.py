@@ -1,7 +1,7 @@
-"""Scores as a table: a row a model (or several seeds of it), a column a length; text, Markdown, LaTeX, CSV, JSON.
+"""Scores as a table: a row a model (or several seeds of it), a column a length; and as figures.
 
-The figure is perplexity. Perplexities of different tokenizers count different tokens and cannot be compared, so with
-more than one tokenizer the table has bits per byte, and says why.
+The value of a cell is perplexity. Perplexities of different tokenizers count different tokens and cannot be compared,
+so with more than one tokenizer the table has bits per byte, and a note on the reason.
 """
 
 import csv
@@ -10,27 +10,30 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from lengthwise.evaluate.score import Score
+from lengthwise.evaluate.perplexity import Score
 from lengthwise.evaluate.statistics import Interval, bootstrap, paired_difference
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 Metric = Literal["perplexity", "bits_per_byte"]
-WORDS = {"perplexity": "perplexity", "bits_per_byte": "bits per byte"}
+METRIC_NAMES = {"perplexity": "perplexity", "bits_per_byte": "bits per byte"}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One figure with its interval, or the reason why there is none."""
+    """One value with its interval, or the reason why there is none."""
 
     value: float
     interval: Interval
     refused: str | None = None
 
     def __str__(self) -> str:
-        return "-" if self.refused else figure(self.value)
+        return "-" if self.refused else format_value(self.value)
 
 
 class LengthTable:
@@ -39,35 +42,39 @@ class LengthTable:
     def __init__(self, scores: Sequence[Score], *, rows: Mapping[str, str] | None = None) -> None:
         """`rows` gives the row of a model's name where several are seeds of one; else each has its own."""
         if not scores:
-            raise ValueError("a table needs a score at least; none came. Measure a model.")
+            raise ValueError("a table needs at least one score, got none")
         self.scores = list(scores)
         self.lengths = sorted({score.length for score in scores})
-        self._cells: dict[str, dict[int, list[Score]]] = {}
+        self._by_cell: dict[str, dict[int, list[Score]]] = {}
+        self._cells: dict[tuple[str, int], Cell] = {}
         for score in scores:
             row = (rows or {}).get(score.name, score.name)
-            column = self._cells.setdefault(row, {}).setdefault(score.length, [])
-            if any(other.name == score.name for other in column):
-                raise ValueError(
-                    f"names must differ in one table; {score.name!r} came twice at length {score.length}. Rename one."
-                )
-            column.append(score)
+            seeds = self._by_cell.setdefault(row, {}).setdefault(score.length, [])
+            if any(other.name == score.name for other in seeds):
+                raise ValueError(f"names must differ in one table, got {score.name!r} twice at length {score.length}")
+            seeds.append(score)
         mixed = len({score.tokenizer for score in scores}) > 1
         self.metric: Metric = "bits_per_byte" if mixed else "perplexity"
 
     @property
     def names(self) -> list[str]:
-        """The rows, as they came."""
-        return list(self._cells)
+        """The names of the rows, in the order of the scores."""
+        return list(self._by_cell)
 
     def seeds(self, name: str, length: int) -> list[Score]:
         """The scores behind a cell that were not refused."""
-        return [score for score in self._cells[name].get(length, []) if not score.refused]
+        return [score for score in self._by_cell[name].get(length, []) if not score.refused]
 
     def cell(self, name: str, length: int) -> Cell:
-        """The mean over seeds, with an interval over documents and seeds."""
+        """The mean over seeds, with an interval over documents and seeds, which is computed once."""
+        if (name, length) not in self._cells:
+            self._cells[name, length] = self._measured_cell(name, length)
+        return self._cells[name, length]
+
+    def _measured_cell(self, name: str, length: int) -> Cell:
         seeds = self.seeds(name, length)
         if not seeds:
-            reasons = [score.refused for score in self._cells[name].get(length, []) if score.refused]
+            reasons = [score.refused for score in self._by_cell[name].get(length, []) if score.refused]
             return Cell(math.nan, Interval(math.nan, math.nan), reasons[0] if reasons else "not measured")
         sums = [score.sums(self.metric) for score in seeds]
         value = float(np.mean([above.sum() / below.sum() for above, below in sums]))
@@ -81,8 +88,8 @@ class LengthTable:
         return self._paired(
             self.seeds(name, length),
             self.seeds(other, length),
-            f"a paired difference needs {name!r} and {other!r} on the same tokens at {length:,}; they were not. "
-            "Measure both in one go, with one tokenizer.",
+            f"a paired difference needs {name!r} and {other!r} on the same tokens at {length:,}; measure both in one "
+            "call, with one tokenizer",
         )
 
     def change(self, name: str, length: int, since: int) -> tuple[float, Interval]:
@@ -90,36 +97,35 @@ class LengthTable:
         return self._paired(
             self.seeds(name, length),
             self.seeds(name, since),
-            f"a paired change needs {name!r} on the same tokens at {length:,} and {since:,}; it was not measured so. "
-            "Use the protocol fair.",
+            f"a paired change needs {name!r} on the same tokens at {length:,} and {since:,}; use the protocol fair",
         )
 
-    def _paired(self, first: list[Score], second: list[Score], otherwise: str) -> tuple[float, Interval]:
-        """First less second, or an error in these words where they did not score the same tokens."""
+    def _paired(self, first: list[Score], second: list[Score], message: str) -> tuple[float, Interval]:
+        """First minus second, or an error with this message where they did not score the same tokens."""
         if not first or not second or len({score.targets for score in (*first, *second)}) != 1:
-            raise ValueError(otherwise)
+            raise ValueError(message)
         return paired_difference(*([score.sums(self.metric) for score in scores] for scores in (first, second)))
 
     def notes(self) -> list[str]:
-        """Protocol, text, tokens scored, and what is missing and why."""
+        """Protocol, text, tokens scored, and the reason for each missing cell."""
         protocols = dict.fromkeys(score.protocol for score in self.scores)
         sources = dict.fromkeys(score.source for score in self.scores)
         counts = {score.scored for score in self.scores if not score.refused}
         scored = " to ".join(f"{count:,}" for count in sorted({min(counts), max(counts)})) if counts else "no"
-        found = [
-            f"{WORDS[self.metric]}; {'; '.join(protocols)}",
+        notes = [
+            f"{METRIC_NAMES[self.metric]}; {'; '.join(protocols)}",
             f"text: {', '.join(sources)}; {scored} tokens scored",
         ]
         if self.metric == "bits_per_byte":
-            found.append("bits per byte only: the models have different tokenizers, and perplexity counts tokens")
+            notes.append("bits per byte only: the models have different tokenizers, and perplexity counts tokens")
         for name in self.names:
             for length in self.lengths:
                 if reason := self.cell(name, length).refused:
-                    found.append(f"{name} at {length:,}: {reason}")
-        return found
+                    notes.append(f"{name} at {length:,}: {reason}")
+        return notes
 
     def rows(self) -> list[list[str]]:
-        """A heading and a line a row, as words."""
+        """A heading and a line a row, as strings."""
         head = ["model", *(f"{length:,}" for length in self.lengths)]
         return [head, *([name, *(str(self.cell(name, n)) for n in self.lengths)] for name in self.names)]
 
@@ -151,7 +157,7 @@ class LengthTable:
         return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"])
 
     def csv(self) -> str:
-        """A line a cell, with the interval and what was scored."""
+        """A line a cell, with the interval and the tokens and bytes that were scored."""
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow(["model", "length", "metric", "value", "low", "high", "seeds", "tokens", "bytes", "refused"])
@@ -165,7 +171,7 @@ class LengthTable:
         return out.getvalue()
 
     def json(self) -> str:
-        """Everything, from which the same table can be made again."""
+        """Everything, so that the same table can be made again."""
         cells: list[dict[str, Any]] = [
             {"model": name, "length": n, "value": cell.value, "interval": list(cell.interval), "refused": cell.refused}
             for name in self.names
@@ -176,8 +182,51 @@ class LengthTable:
         return json.dumps(_finite(whole), indent=1)
 
 
-def figure(value: float) -> str:
-    """A number as a table shows it."""
+def length_figure(table: LengthTable, *, train_length: int | None = None) -> "Figure":
+    """A line per row of the table with its interval, the training length marked."""
+    from lengthwise.views.line_plot import Line, lines_figure  # late, as below: matplotlib is not needed for a table
+
+    lines = []
+    for name in table.names:
+        known = [(n, table.cell(name, n)) for n in table.lengths if table.seeds(name, n)]
+        if known:
+            lines.append(
+                Line(
+                    name,
+                    [n for n, _ in known],
+                    [cell.value for _, cell in known],
+                    [cell.interval.low for _, cell in known],
+                    [cell.interval.high for _, cell in known],
+                )
+            )
+    protocol = table.scores[0].protocol.partition(":")[0]
+    title = f"{METRIC_NAMES[table.metric].capitalize()} against length, protocol {protocol}, with 95 % intervals"
+    return lines_figure(
+        lines, title=title, across="length in tokens", up=METRIC_NAMES[table.metric], marked=train_length
+    )
+
+
+def position_figure(table: LengthTable, length: int, *, train_length: int | None = None) -> "Figure":
+    """The mean loss by place in a window of one length, a line per row (its first seed)."""
+    from lengthwise.views.line_plot import Line, lines_figure
+
+    lines = []
+    for name in table.names:
+        if seeds := table.seeds(name, length):
+            lines.append(Line(name, [p for p, _ in seeds[0].positions], [v for _, v in seeds[0].positions]))
+    return lines_figure(
+        lines,
+        title=f"Loss by place in windows of {length:,} tokens",
+        across="place in the window",
+        up="loss (nats per token)",
+        marked=train_length,
+        log=False,
+        lengths=False,
+    )
+
+
+def format_value(value: float) -> str:
+    """A value as a table shows it."""
     if math.isinf(value):
         return "inf"
     return f"{value:.2f}" if abs(value) < 1000 else f"{value:,.0f}"

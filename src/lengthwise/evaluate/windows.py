@@ -8,14 +8,12 @@
 A window of `length` tokens makes `length` predictions, the last of them of the token behind it.
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from lengthwise.errors import check_choice, check_int
-
-Protocol = Literal["fair", "paper", "sliding"]
-PROTOCOLS: tuple[Protocol, ...] = ("fair", "paper", "sliding")
+from lengthwise.evaluate.config import PROTOCOLS, Protocol
 
 
 class Window(NamedTuple):
@@ -32,14 +30,14 @@ class Window(NamedTuple):
         return slice(stop - self.scored, stop)
 
 
-class Plan(NamedTuple):
-    """The windows of one length, and the protocol in words."""
+class WindowPlan(NamedTuple):
+    """The windows of one length, and the protocol as a sentence."""
 
     windows: list[Window]
-    words: str
+    description: str
 
 
-def plan(
+def plan_windows(
     protocol: Protocol,
     total: int,
     length: int,
@@ -48,20 +46,20 @@ def plan(
     longest: int,
     windows: int,
     stride: int | None = None,
-) -> Plan:
+) -> WindowPlan:
     """The windows at one of several lengths in a text of `total` tokens, at most `windows` of them.
 
     `stride` is how many tokens of a window are scored under fair (a quarter of the shortest length if not given) and
     sliding (half of the length).
     """
-    check_choice("protocol", protocol, PROTOCOLS, "'fair' is the default.")
-    check_int("windows", windows, "A few hundred give narrow intervals.")
+    check_choice("protocol", protocol, PROTOCOLS)
+    check_int("windows", windows)
     for name, value in (("length", length), ("stride", 1 if stride is None else stride)):
-        check_int(name, value, "It counts tokens.")
+        check_int(name, value)
     if total < longest + 1:
         raise ValueError(
-            f"the text must have one token more than the longest length, {longest + 1:,}; it has {total:,}. "
-            "Give more text, or leave out that length."
+            f"the text must have one token more than the longest length, {longest + 1:,}, got {total:,}; give more "
+            "text, or leave out that length"
         )
     if protocol == "paper":
         return _paper(total, length, windows)
@@ -70,23 +68,25 @@ def plan(
     return _fair(total, length, longest, windows, min(stride or max(1, shortest // 4), shortest))
 
 
-def _paper(total: int, length: int, windows: int) -> Plan:
+def _paper(total: int, length: int, windows: int) -> WindowPlan:
     count = min(windows, (total - 1) // length)
-    found = [Window(i * length, length, length) for i in range(count)]
-    return Plan(found, f"paper: consecutive windows from the start of the text, at most {windows:,}")
+    chosen = [Window(i * length, length, length) for i in range(count)]
+    return WindowPlan(chosen, f"paper: consecutive windows from the start of the text, at most {windows:,}")
 
 
-def _fair(total: int, length: int, longest: int, windows: int, stride: int) -> Plan:
+def _fair(total: int, length: int, longest: int, windows: int, stride: int) -> WindowPlan:
     count = min(windows, (total - 1 - longest) // stride + 1)
     ends = np.linspace(longest, total - 1, count).astype(int).tolist()
-    found = [Window(end - length, length, stride) for end in ends]
-    return Plan(found, f"fair: the same {count * stride:,} tokens at every length, the last {stride} of each window")
+    chosen = [Window(end - length, length, stride) for end in ends]
+    return WindowPlan(
+        chosen, f"fair: the same {count * stride:,} tokens at every length, the last {stride} of each window"
+    )
 
 
-def _sliding(total: int, length: int, windows: int, stride: int) -> Plan:
+def _sliding(total: int, length: int, windows: int, stride: int) -> WindowPlan:
     stride = min(stride, length)
-    found = [Window(0, length, length)]
-    while found[-1].targets.stop < total and len(found) < windows:
-        stop = min(found[-1].targets.stop + stride, total)
-        found.append(Window(stop - 1 - length, length, stop - found[-1].targets.stop))
-    return Plan(found, f"sliding: every token once, windows moved by {stride}, at most {windows:,}")
+    chosen = [Window(0, length, length)]
+    while chosen[-1].targets.stop < total and len(chosen) < windows:
+        stop = min(chosen[-1].targets.stop + stride, total)
+        chosen.append(Window(stop - 1 - length, length, stop - chosen[-1].targets.stop))
+    return WindowPlan(chosen, f"sliding: every token once, windows moved by {stride}, at most {windows:,}")

@@ -1,4 +1,4 @@
 """Several encodings trained, measured and drawn, and one report of it: the main job.
 
-config.py says what a study is, parts.py which runs it has, study.py does it, report.py tells of it.
+config.py has the options of a study, runs.py its runs, execute.py does it, results.py and report.py have what came out.
 """

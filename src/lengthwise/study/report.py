@@ -1,22 +1,23 @@
-"""The report of a study: one HTML file that opens offline, the same in Markdown, and the figures as JSON.
+"""The report of a study: sections as data, rendered to one HTML file that opens offline, to Markdown and to JSON.
 
-Every word that comes from outside is escaped, pictures are inside the file, and there is no script.
+In HTML every string is escaped, pictures are inside the file, and there is no script.
 """
 
 import base64
 import json
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from html import escape
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
-from matplotlib.figure import Figure
-
-from lengthwise.evaluate.figures import length_figure
-from lengthwise.evaluate.table import figure, markdown
-from lengthwise.evaluate.task_scores import task_rows
+from lengthwise.evaluate import LengthTable
+from lengthwise.evaluate.table import format_value, length_figure, markdown
+from lengthwise.evaluate.tasks import task_rows
 from lengthwise.files import write_atomic
-from lengthwise.study.findings import Findings, born
-from lengthwise.study.paper import paper_rows
+from lengthwise.study.results import StudyResults, origin
 from lengthwise.views.line_plot import Line, lines_figure
 from lengthwise.views.style import in_few_colours, png
 
@@ -27,221 +28,281 @@ border-bottom:1px solid #d8dee4;padding-bottom:.3rem}table{border-collapse:colla
 margin:1rem 0;display:block;overflow-x:auto}td,th{padding:.28rem .8rem;text-align:right;border-bottom:1px solid #eaeef2}
 td:first-child,th:first-child{text-align:left}th{border-bottom:2px solid #57606a}img{max-width:100%;height:auto}
 pre{background:#f6f8fa;padding:.9rem;overflow-x:auto;font-size:.8rem;line-height:1.5}small,figcaption{color:#57606a}
-.bad{color:#a40e26}figure{margin:1.4rem 0}
+figure{margin:1.4rem 0}
 """
 
+Rows = list[list[str]]
 
-def write_report(findings: Findings, out: Path) -> Path:
-    """Write all three, each whole or not at all, and give the HTML file's path."""
-    files = {
-        "study.json": json.dumps(findings.as_json(), indent=1) + "\n",
-        "report.md": in_markdown(findings),
-        "report.html": in_html(findings, out),
+
+@dataclass(frozen=True)
+class Picture:
+    """A PNG and its caption."""
+
+    content: bytes
+    caption: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """One part of the report; the first row of a table is its heading."""
+
+    title: str
+    paragraphs: Sequence[str] = ()
+    table: Rows | None = None
+    pictures: Sequence[Picture] = ()
+    code: str = ""
+
+
+def write_report(results: StudyResults, out: Path) -> Path:
+    """Write HTML, Markdown and JSON, each whole or not at all; the HTML file's path."""
+    title, sections = results.config.title, report_sections(results, out)
+    content = results.as_json() | {"title": title, "sections": [as_json(section) for section in sections]}
+    write_atomic(out / "study.json", json.dumps(content, indent=1) + "\n")
+    write_atomic(out / "report.md", as_markdown(title, sections))
+    return write_atomic(out / "report.html", as_html(title, sections))
+
+
+def as_json(section: Section) -> dict[str, Any]:
+    """A section without the pixels of its pictures."""
+    return {
+        "title": section.title,
+        "paragraphs": list(section.paragraphs),
+        "table": section.table,
+        "pictures": [picture.caption for picture in section.pictures],
+        "code": section.code,
     }
-    for name, content in files.items():
-        write_atomic(out / name, content)
-    return out / "report.html"
 
 
-def summary(findings: Findings) -> list[str]:
-    """What was found, in sentences made of the figures."""
-    table, length = findings.table, findings.train_length
-    if table is None:
-        return ["No run is finished: there is nothing to compare yet."]
-    said = [
-        f"{len(table.names)} encodings, {len(findings.config.seeds)} seed(s) each, trained at {length:,} tokens for "
-        f"{findings.parts[0].settings.steps:,} steps of {findings.parts[0].settings.batch_tokens:,} tokens."
-    ]
-    if length in table.lengths and table.lengths[-1] > length:
-        far = 8 * length if 8 * length in table.lengths else table.lengths[-1]
-        known = [name for name in table.names if table.seeds(name, far) and table.seeds(name, length)]
-        rises = sorted((findings.rise(name, far) - 1, name) for name in known)
-        words = ", ".join(f"{name} {rise:+.1%}" for rise, name in rises)
-        said.append(f"From {length:,} to {far:,} tokens the {table.metric.replace('_', ' ')} changes by: {words}.")
-    if late := findings.under_trained():
-        gaps = ", ".join(f"{name} ({findings.gap(name) - 1:.0%} above the best)" for name in late)
-        said.append(f"Under-trained, so not to be judged beyond the training length: {gaps}.")
-    return said
+def as_markdown(title: str, sections: Sequence[Section]) -> str:
+    """The report without pictures; sections that are nothing but pictures are left out."""
+    blocks = [f"# {title}"]
+    for section in sections:
+        parts = [*section.paragraphs]
+        parts += [markdown(section.table)] if section.table else []
+        parts += [f"```\n{section.code}\n```"] if section.code else []
+        blocks += [f"## {section.title}", *parts] if section.table or section.code or not section.pictures else []
+    return "\n\n".join(blocks) + "\n"
 
 
-def result_rows(findings: Findings) -> list[list[str]]:
-    """The extrapolation table with intervals at the training length and the rise at eight times it."""
-    table, length = findings.table, findings.train_length
-    assert table is not None
-    far = [n for n in table.lengths if n > length]
-    far = [8 * length] if 8 * length in far else far[-1:]
-    rows = [[*table.rows()[0], *(f"rise at {n:,}" for n in far)]]
-    for row, name in zip(table.rows()[1:], table.names, strict=True):
-        rises = [
-            f"{findings.rise(name, n) - 1:+.1%}" if table.seeds(name, n) and table.seeds(name, length) else "-"
-            for n in far
-        ]
-        rows.append([*row, *rises])
-    return rows
-
-
-def interval_rows(findings: Findings) -> list[list[str]]:
-    """The 95 % interval of every cell."""
-    table = findings.table
-    assert table is not None
-    rows = [table.rows()[0]]
-    for name in table.names:
-        cells = [table.cell(name, n) for n in table.lengths]
-        words = ["-" if c.refused else f"{figure(c.interval.low)} to {figure(c.interval.high)}" for c in cells]
-        rows.append([name, *words])
-    return rows
-
-
-def rise_rows(findings: Findings) -> list[list[str]]:
-    """How much each rises above its own value at the training length, on the same tokens, by length."""
-    table, length = findings.table, findings.train_length
-    assert table is not None
-    far = [n for n in table.lengths if n > length]
-    if table.metric != "perplexity" or length not in table.lengths or not far:
-        return []
-    rows = [[f"rise since {length:,}", *(f"{n:,}" for n in far)]]
-    for name in table.names:
-        cells = []
-        for n in far:
-            try:
-                value, interval = table.change(name, n, length)
-                low, high = (math.expm1(end) for end in interval)
-                cells.append(f"{math.expm1(value):+.1%} ({low:+.1%} to {high:+.1%})")
-            except ValueError:
-                cells.append("-")
-        rows.append([name, *cells])
-    # Protocols other than fair score other tokens at each length: nothing is paired.
-    return rows if any(word != "-" for row in rows[1:] for word in row[1:]) else []
-
-
-def difference_rows(findings: Findings) -> list[list[str]]:
-    """How much more each costs than the best at the longest length, on the same tokens, by length."""
-    table = findings.table
-    assert table is not None
-    last = [name for name in table.names if table.seeds(name, table.lengths[-1])]
-    if len(last) < 2:
-        return []
-    best = min(last, key=lambda name: table.cell(name, table.lengths[-1]).value)
-    rows = [[f"nats above {best}" if table.metric == "perplexity" else f"bits above {best}", *table.rows()[0][1:]]]
-    for name in table.names:
-        if name == best:
-            continue
-        cells = []
-        for n in table.lengths:
-            try:
-                value, interval = table.difference(name, best, n)
-                cells.append(f"{value:+.3f} ({interval.low:+.3f} to {interval.high:+.3f})")
-            except ValueError:
-                cells.append("-")
-        rows.append([name, *cells])
-    return rows
-
-
-def curves(findings: Findings) -> Figure | None:
-    """The training loss of every run, a mean over a hundredth of its steps at a time."""
-    lines = []
-    for part in findings.parts:
-        metrics = part.run.metrics if part.run is not None else []
-        size = max(1, len(metrics) // 100)
-        groups = [metrics[i : i + size] for i in range(0, len(metrics), size)]
-        if groups:
-            losses = [sum(line["loss"] for line in group) / len(group) for group in groups]
-            lines.append(Line(part.name, [group[-1]["step"] for group in groups], losses))
-    if not lines:
-        return None
-    return lines_figure(
-        lines, title="Training loss", across="step", up="loss (nats per token)", log=False, lengths=False
-    )
-
-
-def notes(findings: Findings) -> list[str]:
-    """What the table's figures are, what is missing, and where all was measured."""
-    made = born("lengthwise study")
-    versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
-    return [
-        *(findings.table.notes() if findings.table is not None else []),
-        *(f"{name} is missing: {why}" for name, why in findings.missing.items()),
-        f"{made['date']}, {made['machine']}; {versions}; {findings.seconds / 60:.1f} minutes in all",
-    ]
-
-
-def in_markdown(findings: Findings) -> str:
-    """The report without pictures."""
-    lines = [f"# {findings.config.title}", "", *summary(findings), ""]
-    if findings.table is not None:
-        lines += [markdown(result_rows(findings)), "", "95 % intervals over documents and seeds:", ""]
-        lines += [markdown(interval_rows(findings)), ""]
-        if rises := rise_rows(findings):
-            lines += ["Rises on the same tokens, with 95 % intervals:", "", markdown(rises), ""]
-        if differences := difference_rows(findings):
-            lines += ["Paired differences on the same tokens, with 95 % intervals:", "", markdown(differences), ""]
-        if rows := paper_rows(findings.config.paper, findings.table):
-            lines += ["## Beside the paper", "", markdown(rows), ""]
-    if findings.tasks:
-        lines += ["## Tasks", "", markdown(task_rows(findings.tasks)), ""]
-    lines += ["## Speed and memory", "", markdown(findings.speed_rows()), "", "## Commands", "", "```"]
-    lines += [*(part.command for part in findings.parts), "```", "", *(f"- {note}" for note in notes(findings))]
-    return "\n".join(lines) + "\n"
-
-
-def in_html(findings: Findings, out: Path) -> str:
-    """The report with everything in it."""
-    body = [f"<h1>{escape(findings.config.title)}</h1>", *(f"<p>{escape(line)}</p>" for line in summary(findings))]
-    if findings.table is not None:
-        body += ["<h2>Against length</h2>", _table(result_rows(findings))]
-        picture = length_figure(findings.table, train_length=findings.train_length)
-        body += [_picture(png(picture), "Each line is an encoding; the bars are its 95 % intervals over documents.")]
-        body += ["<h2>How sure that is</h2>", "<p>95 % intervals over documents and seeds.</p>"]
-        body += [_table(interval_rows(findings))]
-        if rises := rise_rows(findings):
-            body += ["<p>Rises on the same tokens, with their intervals.</p>", _table(rises)]
-        if differences := difference_rows(findings):
-            body += ["<p>Differences on the same tokens, with their intervals.</p>", _table(differences)]
-        if rows := paper_rows(findings.config.paper, findings.table):
-            body += ["<h2>Beside the paper</h2>", _table(rows)]
-    if findings.tasks:
-        body += [
-            "<h2>Tasks</h2>",
-            "<p>Share of answers that are right as a whole.</p>",
-            _table(task_rows(findings.tasks)),
-        ]
-    if (losses := curves(findings)) is not None:
-        body += ["<h2>Training</h2>", _picture(png(losses), "Mean over a hundredth of the steps at a time.")]
-    heads = [
-        (part, out / "maps" / f"{part.name}.png") for part in findings.parts if part.seed == findings.config.seeds[0]
-    ]
-    if any(path.exists() for _, path in heads):
-        body += ["<h2>The heads</h2>", "<p>Final layer, held-out text, query down and key across.</p>"]
-        body += [_picture(path.read_bytes(), part.encoding) for part, path in heads if path.exists()]
-    body += ["<h2>Speed and memory</h2>", _table(findings.speed_rows())]
-    body += ["<h2>Commands</h2>", f"<pre>{escape(chr(10).join(part.command for part in findings.parts))}</pre>"]
-    body += ["<h2>Notes</h2>", "<ul>", *(f"<li>{escape(note)}</li>" for note in notes(findings)), "</ul>"]
+def as_html(title: str, sections: Sequence[Section]) -> str:
+    """The report as one file."""
+    body = [f"<h1>{escape(title)}</h1>"]
+    for section in sections:
+        body += [f"<h2>{escape(section.title)}</h2>", *(f"<p>{escape(text)}</p>" for text in section.paragraphs)]
+        body += [_html_table(section.table)] if section.table else []
+        body += [_html_picture(picture) for picture in section.pictures]
+        body += [f"<pre>{escape(section.code)}</pre>"] if section.code else []
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     return "\n".join(
         [
             '<!doctype html><html lang="en"><head><meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
             '<meta name="viewport" content="width=device-width">',
-            f"<title>{escape(findings.config.title)}</title><style>{STYLE}</style></head><body>",
+            f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>",
             *body,
             "</body></html>\n",
         ]
     )
 
 
-def _table(rows: list[list[str]]) -> str:
-    head, *rest = rows
-    lines = [
-        "<tr>" + "".join(f"<{tag}>{escape(word)}</{tag}>" for word in row) + "</tr>" for tag, row in _tagged(head, rest)
-    ]
+def _html_table(rows: Rows) -> str:
+    tagged = [("th", rows[0]), *(("td", row) for row in rows[1:])]
+    lines = ["<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row) + "</tr>" for tag, row in tagged]
     return "<table>" + "\n".join(lines) + "</table>"
 
 
-def _tagged(head: list[str], rest: list[list[str]]) -> list[tuple[str, list[str]]]:
-    return [("th", head), *(("td", row) for row in rest)]
+def _html_picture(picture: Picture) -> str:
+    data = base64.b64encode(in_few_colours(picture.content)).decode()
+    caption = escape(picture.caption)
+    return (
+        f'<figure><img alt="{caption}" src="data:image/png;base64,{data}"><figcaption>{caption}</figcaption></figure>'
+    )
 
 
-def _picture(content: bytes, caption: str) -> str:
-    data = base64.b64encode(in_few_colours(content)).decode()
-    words = escape(caption)
-    return f'<figure><img alt="{words}" src="data:image/png;base64,{data}"><figcaption>{words}</figcaption></figure>'
+def report_sections(results: StudyResults, out: Path) -> list[Section]:
+    """All sections that these results have something for."""
+    sections = [Section("Summary", summary(results))]
+    if (table := results.table) is not None:
+        metric = table.metric.replace("_", " ").capitalize()
+        drawing = length_figure(table, train_length=results.train_length)
+        caption = "Each line is an encoding; the bars are its 95 % intervals over documents."
+        sections += [
+            Section(f"{metric} by length", table=result_rows(results), pictures=[Picture(png(drawing), caption)]),
+            Section("95 % intervals", ["Over documents and seeds."], interval_rows(table)),
+        ]
+        if rows := rise_rows(results):
+            sections.append(Section("Rise on the same tokens", ["With 95 % intervals."], rows))
+        if rows := difference_rows(table):
+            sections.append(Section("Paired differences on the same tokens", ["With 95 % intervals."], rows))
+        if rows := paper_rows(results.config.paper, table):
+            sections.append(Section("Beside the paper", table=rows))
+    if results.tasks:
+        sections.append(Section("Tasks", ["Share of answers that are right as a whole."], task_rows(results.tasks)))
+    if (losses := loss_curves(results)) is not None:
+        sections.append(Section("Training", pictures=[losses]))
+    if heads := head_maps(results, out):
+        sections.append(Section("Heads", ["Final layer, held-out text, query down and key across."], pictures=heads))
+    return [
+        *sections,
+        Section("Speed and memory", table=results.speed_rows()),
+        Section("Commands", code="\n".join(run.command for run in results.runs)),
+        Section("Notes", notes(results)),
+    ]
+
+
+def summary(results: StudyResults) -> list[str]:
+    """The results in sentences."""
+    table, length, far = results.table, results.train_length, results.far_length
+    if table is None:
+        return ["No run is finished: there is nothing to compare yet."]
+    training = results.runs[0].resolved
+    sentences = [
+        f"{len(table.names)} encodings, {len(results.config.seeds)} seed(s) each, trained at {length:,} tokens for "
+        f"{training.steps:,} steps of {training.batch_tokens:,} tokens."
+    ]
+    if far is not None and length in table.lengths:
+        rises = sorted((rise - 1, name) for name in table.names if (rise := results.rise(name, far)) is not None)
+        changes = ", ".join(f"{name} {rise:+.1%}" for rise, name in rises)
+        metric = table.metric.replace("_", " ")
+        sentences.append(f"From {length:,} to {far:,} tokens the {metric} changes by: {changes}.")
+    if late := results.under_trained():
+        gaps = ", ".join(f"{name} ({results.gap(name) - 1:.0%} above the best)" for name in late)
+        sentences.append(f"Under-trained, so not to be judged beyond the training length: {gaps}.")
+    return sentences
+
+
+def result_rows(results: StudyResults) -> Rows:
+    """The table by length, and the rise at eight times the training length."""
+    table, far = results.table, results.far_length
+    assert table is not None
+    rows = table.rows()
+    if far is not None:
+        rises = [results.rise(name, far) for name in table.names]
+        cells = [f"rise at {far:,}", *("-" if rise is None else f"{rise - 1:+.1%}" for rise in rises)]
+        rows = [[*row, cell] for row, cell in zip(rows, cells, strict=True)]
+    return rows
+
+
+def interval_rows(table: LengthTable) -> Rows:
+    """The 95 % interval of every cell."""
+    rows = [table.rows()[0]]
+    for name in table.names:
+        cells = [table.cell(name, n) for n in table.lengths]
+        ends = [(format_value(cell.interval.low), format_value(cell.interval.high)) for cell in cells]
+        texts = ["-" if c.refused else f"{low} to {high}" for c, (low, high) in zip(cells, ends, strict=True)]
+        rows.append([name, *texts])
+    return rows
+
+
+def rise_rows(results: StudyResults) -> Rows:
+    """How much each rises above its own value at the training length, on the same tokens, by length."""
+    table, length = results.table, results.train_length
+    assert table is not None
+    beyond = [n for n in table.lengths if n > length]
+    if table.metric != "perplexity" or length not in table.lengths or not beyond:
+        return []
+
+    def cell(name: str, n: int) -> str:
+        value, interval = table.change(name, n, length)
+        low, high = (math.expm1(end) for end in interval)
+        return f"{math.expm1(value):+.1%} ({low:+.1%} to {high:+.1%})"
+
+    rows = _paired_rows(table.names, beyond, cell)
+    # Protocols other than fair score other tokens at each length: nothing is paired.
+    if not any(text != "-" for row in rows for text in row[1:]):
+        return []
+    return [[f"rise since {length:,}", *(f"{n:,}" for n in beyond)], *rows]
+
+
+def difference_rows(table: LengthTable) -> Rows:
+    """How much more each costs than the best at the longest length, on the same tokens, by length."""
+    longest = table.lengths[-1]
+    measured = [name for name in table.names if table.seeds(name, longest)]
+    if len(measured) < 2:
+        return []
+    best = min(measured, key=lambda name: table.cell(name, longest).value)
+
+    def cell(name: str, n: int) -> str:
+        value, interval = table.difference(name, best, n)
+        return f"{value:+.3f} ({interval.low:+.3f} to {interval.high:+.3f})"
+
+    unit = "nats" if table.metric == "perplexity" else "bits"
+    others = [name for name in table.names if name != best]
+    return [[f"{unit} above {best}", *table.rows()[0][1:]], *_paired_rows(others, table.lengths, cell)]
+
+
+def _paired_rows(names: Sequence[str], lengths: Sequence[int], cell: Callable[[str, int], str]) -> Rows:
+    """A row a name, a column a length; "-" where the tokens differ."""
+
+    def text(name: str, length: int) -> str:
+        try:
+            return cell(name, length)
+        except ValueError:
+            return "-"
+
+    return [[name, *(text(name, length) for length in lengths)] for name in names]
+
+
+def paper_tables() -> dict[str, Any]:
+    """The perplexities of the CABLE paper: `lengths`, and `tables` by name and encoding."""
+    content: dict[str, Any] = json.loads((files("lengthwise.study") / "paper_tables.json").read_text())
+    return content
+
+
+def check_paper(name: str | None) -> None:
+    """An error unless it is the name of one of the paper's tables, or None."""
+    known = paper_tables()["tables"]
+    if name is not None and name not in known:
+        raise ValueError(f"unknown table of the paper {name!r}; known: {', '.join(map(repr, known))}")
+
+
+def paper_rows(name: str | None, table: LengthTable) -> Rows:
+    """The paper's value and ours in each cell; none without a name."""
+    if name is None:
+        return []
+    check_paper(name)
+    lengths = paper_tables()["lengths"]
+    rows = [["paper / here", *(f"{length:,}" for length in lengths)]]
+    for encoding, values in paper_tables()["tables"][name].items():
+        # A learned table ends at the training length, and so do its values.
+        paper = [f"{value:,.2f}" for value in values] + ["-"] * (len(lengths) - len(values))
+        here = [str(table.cell(encoding, n)) if encoding in table.names else "-" for n in lengths]
+        rows.append([encoding, *(f"{a} / {b}" for a, b in zip(paper, here, strict=True))])
+    return rows
+
+
+def loss_curves(results: StudyResults) -> Picture | None:
+    """The training loss of every run, a mean over a hundredth of its steps at a time."""
+    lines = []
+    for run in results.runs:
+        metrics = run.run.metrics if run.run is not None else []
+        size = max(1, len(metrics) // 100)
+        groups = [metrics[i : i + size] for i in range(0, len(metrics), size)]
+        if groups:
+            losses = [sum(line["loss"] for line in group) / len(group) for group in groups]
+            lines.append(Line(run.name, [group[-1]["step"] for group in groups], losses))
+    if not lines:
+        return None
+    drawing = lines_figure(
+        lines, title="Training loss", across="step", up="loss (nats per token)", log=False, lengths=False
+    )
+    return Picture(png(drawing), "Mean over a hundredth of the steps at a time.")
+
+
+def head_maps(results: StudyResults, out: Path) -> list[Picture]:
+    """The heads of each encoding's run with the first seed."""
+    first = [run for run in results.runs if run.seed == results.config.seeds[0]]
+    paths = [(run.encoding, out / "maps" / f"{run.name}.png") for run in first]
+    return [Picture(path.read_bytes(), encoding) for encoding, path in paths if path.exists()]
+
+
+def notes(results: StudyResults) -> list[str]:
+    """What the values are, what is missing, and where they were measured."""
+    born = origin("lengthwise study")
+    versions = ", ".join(f"{name} {version}" for name, version in born["versions"].items())
+    return [
+        *(results.table.notes() if results.table is not None else []),
+        *(f"{name} is missing: {reason}" for name, reason in results.missing.items()),
+        *(f"the heads of {name} could not be drawn: {reason}" for name, reason in results.undrawn.items()),
+        f"{born['date']}, {born['machine']}; {versions}; {results.seconds / 60:.1f} minutes in all",
+    ]

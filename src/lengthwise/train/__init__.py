@@ -11,7 +11,7 @@ __all__ = ["RECIPES", "Recipe", "TrainConfig", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load the loop, and torch with it, when it is asked for: the command line needs only the config for --help."""
+    """Load the loop, and torch with it, only when it is used: the command line needs only the config for --help."""
     if name == "train":
         from lengthwise.train.loop import train
 

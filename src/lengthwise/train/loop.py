@@ -6,7 +6,6 @@ So a run that was killed and resumed is, bit for bit, the run that was not.
 
 import logging
 import math
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -15,196 +14,177 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim import AdamW
-from transformers import PreTrainedTokenizerFast
+from jaxtyping import Float, Int
+from torch import Tensor, nn
 
-from lengthwise.data import Batches, Tokens, load_tokenizer, prepare
+from lengthwise.data import Batches
 from lengthwise.data.tokens import document_positions
-from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
+from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.runs import Run, RunWriter
-from lengthwise.train.config import Settings, TrainConfig
-from lengthwise.train.held_out import HeldOut
-from lengthwise.train.keeping import begin, check_folder, finish, save_checkpoint, whole_weights
-from lengthwise.train.processes import Objective, World, clip, families, processes
-from lengthwise.train.schedule import learning_rate
-from lengthwise.train.snapshot import save_snapshot
-from lengthwise.train.state import load, seed_everything
-from lengthwise.train.telling import Board, Progress, Signals
+from lengthwise.train.checkpoint import (
+    check_folder,
+    load_checkpoint,
+    open_run,
+    save_checkpoint,
+    save_final,
+    seed_everything,
+    whole_weights,
+)
+from lengthwise.train.config import ResolvedTrainConfig, TrainConfig
+from lengthwise.train.distributed import World, clip_gradients, join_processes
+from lengthwise.train.logging import ProgressLog, TensorBoardLog
+from lengthwise.train.setup import make_optimizer, matmul_dtype, model_config, read_data
+from lengthwise.train.signals import SignalHandler, Stopped
+from lengthwise.train.validation import Validation, save_map_snapshot
 
 log = logging.getLogger(__name__)
 
 
-class Stopped(Exception):  # noqa: N818
-    """A signal ended a run early, after a checkpoint."""
+class SummedLoss(nn.Module):
+    """The sum of the losses of some sequences, as a forward pass: DDP and FSDP2 hook no other method."""
 
-    def __init__(self, message: str, number: signal.Signals) -> None:
-        super().__init__(message)
-        self.number = number
+    def __init__(self, model: LengthwiseForCausalLM) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, tokens: Int[Tensor, "batch position"], positions: Int[Tensor, "batch position"] | None = None
+    ) -> Float[Tensor, ""]:
+        """Not the mean: the parts of a batch may differ in size."""
+        return self.model.loss(tokens, tokens, position_ids=positions, reduction="sum")
 
 
 def train(config: TrainConfig) -> Run:
-    """Train a model as the config says, and give its run; one that is finished already is given as it is."""
-    settings = config.resolved()
-    check_folder(settings)
-    with processes(settings) as world:
-        run(settings, world)
-    return Run(settings.out)
+    """Train a model and return its run; one that is finished already is returned as it is."""
+    resolved = config.resolved()
+    check_folder(resolved)
+    with join_processes(resolved) as world:
+        run(resolved, world)
+    return Run(resolved.out)
 
 
-def run(settings: Settings, world: World) -> None:
+def run(config: ResolvedTrainConfig, world: World) -> None:
     """One process's part of the run."""
-    # Whatever a config or its data can have wrong is found before the run's folder is made.
-    tokenizer, tokens, held_out_tokens = read_data(settings)
-    seed_everything(settings.seed)
-    model = LengthwiseForCausalLM(model_config(settings, len(tokenizer), end=tokenizer.eos_token_id))
-    batches = Batches(tokens, length=settings.length, seed=settings.seed)
-    held_out = HeldOut(settings, held_out_tokens, model)
+    # Every error that a config or its data can have is raised before the run's folder is made.
+    tokenizer, tokens, held_out_tokens = read_data(config)
+    seed_everything(config.seed)
+    model = LengthwiseForCausalLM(model_config(config, len(tokenizer), end=tokenizer.eos_token_id))
+    batches = Batches(tokens, length=config.length, seed=config.seed)
+    validation = Validation(config, held_out_tokens, model)
     with ExitStack() as stack:
-        writer = world.alone(lambda: stack.enter_context(RunWriter(settings.out)))
-        found = world.first(lambda: begin(settings, writer, tokens))
-        if world.first(lambda: Run(settings.out).is_finished):
+        writer = world.on_first(lambda: stack.enter_context(RunWriter(config.out)))
+        checkpoint = world.from_first(lambda: open_run(config, writer, tokens))
+        if world.from_first(lambda: Run(config.out).is_finished):
             return
 
-        if settings.recompute:
+        if config.recompute:
             model.gradient_checkpointing_enable()
-        precision = chosen_precision(settings, world.device)
-        objective = world.wrap(Objective(model), precision)
-        optimizer = make_optimizer(settings, model)
+        dtype = matmul_dtype(config, world.device)
+        summed_loss = world.wrap(SummedLoss(model), model.transformer.h, dtype)
+        optimizer = make_optimizer(config, model)
         start, seconds = 0, 0.0
-        seed_everything(settings.seed, world.rank)
-        if found is not None:
-            folder, note = found
+        seed_everything(config.seed, world.rank)
+        if checkpoint is not None:
+            folder, note = checkpoint
             start, seconds = note["step"], note["seconds"]
-            if not load(folder, model, optimizer, step=start, rank=world.rank, many=world.is_many):
+            if not load_checkpoint(folder, world, model, optimizer, step=start):
                 # There are more processes than before: the new ones have no random state yet.
-                seed_everything(settings.seed, world.rank, start)
-            log.info("resumed %s after step %d", settings.out, start)
+                seed_everything(config.seed, world.rank, start)
+            log.info("resumed %s after step %d", config.out, start)
 
-        forward = torch.compile(objective) if settings.compile else objective
+        forward = torch.compile(summed_loss) if config.compile else summed_loss
         parameters = list(model.parameters())
-        targets = settings.sequences * (settings.length - 1)
-        signals = stack.enter_context(Signals(patient=world.size > 1))
-        progress = Progress(start=start, steps=settings.steps, every=settings.log_every, quiet=not world.is_first)
+        targets = config.sequences * (config.length - 1)
+        signals = stack.enter_context(SignalHandler(ignore_repeats=world.size > 1))
+        progress = ProgressLog(start=start, steps=config.steps, every=config.log_every, quiet=not world.is_first)
         stack.callback(progress.close)
-        events = Path(settings.out) / "tensorboard" if settings.tensorboard and world.is_first else None
-        board = Board(events, start=start)
-        stack.callback(board.close)
+        events = Path(config.out) / "tensorboard" if config.tensorboard and world.is_first else None
+        tensorboard = TensorBoardLog(events, start=start)
+        stack.callback(tensorboard.close)
         began = time.monotonic() - seconds
-        objective.train()
+        summed_loss.train()
 
-        for step in range(start + 1, settings.steps + 1):
+        for step in range(start + 1, config.steps + 1):
             rate = learning_rate(
                 step,
-                highest=settings.learning_rate,
-                final=settings.final_learning_rate,
-                warmup=settings.warmup,
-                steps=settings.steps,
+                highest=config.learning_rate,
+                final=config.final_learning_rate,
+                warmup=config.warmup,
+                steps=config.steps,
             )
             for group in optimizer.param_groups:
                 group["lr"] = rate
             total = torch.zeros(2, dtype=torch.float64, device=world.device)
-            for ids, positions, is_last in micro_batches(settings, batches, step, world):
-                with world.gathering(objective, is_last):
-                    with torch.autocast(world.device.type, torch.bfloat16, enabled=precision == torch.bfloat16):
+            for ids, positions, is_last in micro_batches(config, batches, step, world):
+                with world.sync_gradients(summed_loss, last=is_last):
+                    with torch.autocast(world.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
                         loss = forward(ids, positions) / targets
-                    # Processes average their gradients, but the loss is the sum of their shares.
+                    # Processes average their gradients, but the loss is the sum of their parts.
                     (loss * world.size).backward()
                 total[0] += loss.detach()
-            total[1] = signals.came is not None
-            loss_now, signalled = world.sum(total).tolist()
-            world.gather_whole(parameters)
-            gradient = float(clip(parameters, settings.clip))
+            total[1] = signals.received is not None
+            loss_now, stopping = world.sum(total).tolist()
+            world.average_unsharded_gradients(parameters)
+            gradient = float(clip_gradients(parameters, config.clip))
             if not math.isfinite(loss_now) or not math.isfinite(gradient):
-                raise FloatingPointError(not_finite(settings, step, loss_now, gradient))
+                raise FloatingPointError(not_finite(config, step, loss_now, gradient))
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-            line: dict[str, Any] = {"step": step, "loss": loss_now, "tokens": step * settings.batch_tokens}
+            line: dict[str, Any] = {"step": step, "loss": loss_now, "tokens": step * config.batch_tokens}
             line |= {"seconds": round(time.monotonic() - began, 3), "lr": rate, "gradient": gradient}
-            if step % settings.evaluate_every == 0 or step == settings.steps:
-                line["held_out"] = held_out.losses(objective, world, precision)
-            if settings.maps_every and (step % settings.maps_every == 0 or step == settings.steps):
-                save_snapshot(Run(settings.out).map_path(step), model, held_out.sample(), world)
+            if step % config.evaluate_every == 0 or step == config.steps:
+                line["held_out"] = validation.losses(summed_loss, world, dtype)
+            if config.maps_every and (step % config.maps_every == 0 or step == config.steps):
+                save_map_snapshot(Run(config.out).map_path(step), model, validation.sample(), world)
             if writer is not None:
                 writer.log(line)
-            board.add(line)
-            progress.tell(line, settings.batch_tokens)
-            if step % settings.checkpoint_every == 0 or step == settings.steps or signalled:
+            tensorboard.add(line)
+            progress.add(line, config.batch_tokens)
+            if step % config.checkpoint_every == 0 or step == config.steps or stopping:
                 note = {"step": step, "seconds": line["seconds"], "tokens": line["tokens"], "data": tokens.sha256}
-                save_checkpoint(settings, world, writer, model, optimizer, note)
-            if signalled and step < settings.steps:
+                save_checkpoint(config, world, writer, model, optimizer, note)
+            if stopping and step < config.steps:
                 raise Stopped(
-                    f"stopped after step {step} of {settings.steps}, with a checkpoint. Go on with: "
-                    f"lengthwise train --resume --out {settings.out}",
-                    signals.came or signal.SIGTERM,
+                    f"stopped after step {step} of {config.steps}, with a checkpoint; continue with: "
+                    f"lengthwise train --resume --out {config.out}",
+                    signals.received or signal.SIGTERM,
                 )
 
         weights = whole_weights(model)
-        world.alone(lambda: finish(settings, writer, model, weights, tokenizer))
+        world.on_first(lambda: save_final(config, writer, model, weights, tokenizer))
 
 
-def read_data(settings: Settings) -> tuple[PreTrainedTokenizerFast, Tokens, Tokens]:
-    """The tokenizer, and the tokens to train on and to measure with; processes of one machine wait for the first."""
-    verify = os.environ.get("LOCAL_RANK", "0") == "0"
-    tokenizer = load_tokenizer(settings.tokenizer, source=settings.data)
-    if settings.held_out is None:
-        train, held_out = (prepare(settings.data, tokenizer, split=s, verify=verify) for s in ("train", "held-out"))
-    else:
-        sources = (settings.data, settings.held_out)
-        train, held_out = (prepare(source, tokenizer, split="all", verify=verify) for source in sources)
-    return tokenizer, train, held_out
+def learning_rate(step: int, *, highest: float, final: float, warmup: int, steps: int) -> float:
+    """The rate of a step, counted from 1: up in a straight line, then down along half a cosine.
 
-
-def model_config(settings: Settings, vocabulary: int, *, end: int | None = None) -> LengthwiseConfig:
-    """The model's config; the vocabulary is rounded up to 64, which matrix units like: 50,257 is 50,304."""
-    sizes = {"n_positions": settings.length, "vocab_size": -(-vocabulary // 64) * 64} | (settings.sizes or {})
-    return LengthwiseConfig.preset(
-        settings.preset,
-        encoding=settings.encoding,
-        encoding_options=settings.encoding_options,
-        share_encoding=settings.share_encoding,
-        bos_token_id=end,
-        eos_token_id=end,
-        **sizes,
-    )
-
-
-def chosen_precision(settings: Settings, device: torch.device) -> torch.dtype:
-    """What matrix products are taken in; weights, gradients and encodings are float32 always."""
-    if settings.precision == "auto":
-        return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
-    return torch.bfloat16 if settings.precision == "bfloat16" else torch.float32
-
-
-def make_optimizer(settings: Settings, model: LengthwiseForCausalLM) -> AdamW:
-    """AdamW with the model's own groups: matrices decay, and what encodings say must not does not."""
-    groups = [
-        {**group, "params": family}
-        for group in model.parameter_groups(settings.weight_decay)
-        for family in families(group["params"])
-    ]
-    return AdamW(groups, lr=settings.learning_rate, betas=(settings.beta1, settings.beta2), eps=1e-8)
+    >>> [round(learning_rate(s, highest=1.0, final=0.1, warmup=2, steps=6), 3) for s in (1, 2, 3, 5, 6)]
+    [0.5, 1.0, 1.0, 0.55, 0.232]
+    """
+    if step <= warmup:
+        return highest * step / warmup
+    done = (step - 1 - warmup) / (steps - warmup)
+    return final + 0.5 * (1 + math.cos(math.pi * done)) * (highest - final)
 
 
 def micro_batches(
-    settings: Settings, batches: Batches, step: int, world: World
+    config: ResolvedTrainConfig, batches: Batches, step: int, world: World
 ) -> Iterator[tuple[Tensor, Tensor | None, bool]]:
-    """This process's share of a step's sequences, a few at a time: tokens, positions, and whether they are the last."""
-    share = world.share(settings.sequences)
-    first = (step - 1) * settings.sequences
-    for part in range(share.start, share.stop, settings.micro_batch):
-        stop = min(part + settings.micro_batch, share.stop)
-        ids = batches.read(first + part, stop - part)
-        positions = document_positions(ids, batches.tokens.end) if settings.separate_documents else None
-        yield ids.to(world.device), None if positions is None else positions.to(world.device), stop == share.stop
+    """This process's sequences of a step, a few at a time: tokens, positions, and whether they are the last."""
+    own = world.own_part(config.sequences)
+    first = (step - 1) * config.sequences
+    for start in range(own.start, own.stop, config.micro_batch):
+        stop = min(start + config.micro_batch, own.stop)
+        ids = batches.read(first + start, stop - start)
+        positions = document_positions(ids, batches.tokens.end) if config.separate_documents else None
+        yield ids.to(world.device), None if positions is None else positions.to(world.device), stop == own.stop
 
 
-def not_finite(settings: Settings, step: int, loss: float, gradient: float) -> str:
-    """What is said of a loss that is not a number."""
-    kept = Run(settings.out).checkpoints
-    last = f"the last good checkpoint is {kept[-1]}" if kept else "there was no checkpoint yet"
+def not_finite(config: ResolvedTrainConfig, step: int, loss: float, gradient: float) -> str:
+    """The message for a loss or gradient that is not finite."""
+    checkpoints = Run(config.out).checkpoints
+    last = f"the last good checkpoint is {checkpoints[-1]}" if checkpoints else "there was no checkpoint yet"
     return (
-        f"loss and gradient must be finite; at step {step} the loss is {loss} and the gradient's norm {gradient}. "
-        f"Nothing of this step is kept: {last}. Start a new run with a smaller --learning_rate or --clip."
+        f"loss and gradient must be finite, got loss {loss} and gradient norm {gradient} at step {step}. This step is "
+        f"not kept: {last}. Start a new run with a smaller --learning-rate or --clip."
     )

@@ -1,7 +1,7 @@
 """Tasks by length: how often a model gives the whole answer, and how many of its tokens are right.
 
 The answer that a model decodes greedily is right as a whole if and only if each of its tokens is the likeliest one
-after the right ones before it; so one pass over prompt and answer tells, and nothing need be generated.
+after the right ones before it; so one pass over prompt and answer is enough, and nothing is generated.
 """
 
 import math
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lengthwise.data.tokenizers import encode
 from lengthwise.encodings import PositionError
 from lengthwise.evaluate.limits import check_length
 from lengthwise.evaluate.losses import fitting_chunk, last_logits
@@ -21,7 +22,7 @@ from lengthwise.evaluate.statistics import Interval
 from lengthwise.tasks import Example, examples, find_task
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-BATCH = 8192
+BATCH_TOKENS = 8192
 """Tokens in a batch of examples."""
 
 
@@ -72,23 +73,23 @@ def score_task(
     count: int = 100,
     seed: int = 0,
 ) -> list[TaskScore]:
-    """One score per length, and per depth where the task has one; a length the model cannot take says so."""
-    found, least = [], find_task(task).least
+    """One score per length, and per depth where the task has one; for a length that cannot be, the reason."""
+    scores, least = [], find_task(task).least
     for length in sorted(set(lengths)):
         for depth in DEPTHS if find_task(task).has_depth else (None,):
             if length < least:
                 refused = f"{task} has no example of {length} characters, the shortest has {least}"
-                found.append(TaskScore(name, task, length, depth, 0, 0, math.nan, refused))
+                scores.append(TaskScore(name, task, length, depth, 0, 0, math.nan, refused))
                 continue
             drawn = examples(task, length=length, count=count, seed=seed, depth=depth)
             try:
                 right = _right(model, tokenizer, drawn)
             except (PositionError, MemoryError) as error:
-                found.append(TaskScore(name, task, length, depth, 0, 0, math.nan, str(error)))
+                scores.append(TaskScore(name, task, length, depth, 0, 0, math.nan, str(error)))
                 continue
             tokens = sum(int(row.sum()) for row in right) / sum(len(row) for row in right)
-            found.append(TaskScore(name, task, length, depth, count, sum(bool(row.all()) for row in right), tokens))
-    return found
+            scores.append(TaskScore(name, task, length, depth, count, sum(bool(row.all()) for row in right), tokens))
+    return scores
 
 
 @torch.no_grad()
@@ -99,20 +100,20 @@ def _right(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, drawn: Se
     border = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     for example in drawn:
         prompt, answer = (
-            tokenizer(part, add_special_tokens=False)["input_ids"] for part in (example.prompt, example.answer)
+            encode(tokenizer, part, add_special_tokens=False) for part in (example.prompt, example.answer)
         )
         alike[len(border) + len(prompt) + len(answer), len(answer)].append([*border, *prompt, *answer])
-    found: list[Tensor] = []
+    right: list[Tensor] = []
     for (total, scored), rows in alike.items():
         check_length(model, total - 1)
         if fitting_chunk(model, length=total, scored=scored) is not None:
-            raise MemoryError(f"examples of {total:,} tokens must fit in memory whole; they do not. Shorten them.")
-        at_once = max(1, BATCH // total)
+            raise MemoryError(f"examples of {total:,} tokens must fit in memory whole; leave out that length")
+        at_once = max(1, BATCH_TOKENS // total)
         for first in range(0, len(rows), at_once):
             batch = torch.tensor(rows[first : first + at_once], device=model.device)
             likeliest = last_logits(model, batch[:, :-1], scored).argmax(-1)
-            found += list((likeliest == batch[:, -scored:]).cpu())
-    return found
+            right += list((likeliest == batch[:, -scored:]).cpu())
+    return right
 
 
 def task_rows(scores: Sequence[TaskScore]) -> list[list[str]]:

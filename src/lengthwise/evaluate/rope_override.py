@@ -1,6 +1,6 @@
 """RoPE's scalings switched on at evaluation time: the same weights, other angles, for our models and transformers'.
 
-A scaling is written TYPE:FACTOR, as in "yarn:8", or is a mapping with everything that its rule asks for.
+A scaling is written TYPE:FACTOR, as in "yarn:8", or is a mapping with all parameters of its rule.
 """
 
 import copy
@@ -28,7 +28,7 @@ def parse_scaling(scaling: Scaling) -> dict[str, object]:
     try:
         return {"type": kind, "factor": float(factor)}
     except ValueError:
-        raise ValueError(f"a scaling must be TYPE:FACTOR; {scaling!r} came. Write e.g. 'yarn:8'.") from None
+        raise ValueError(f"a scaling must be TYPE:FACTOR, such as 'yarn:8', got {scaling!r}") from None
 
 
 def uses_rope(model: PreTrainedModel) -> bool:
@@ -49,23 +49,21 @@ def length_dependent(model: PreTrainedModel) -> bool:
 def with_scaling(model: PreTrainedModel, scaling: Scaling) -> PreTrainedModel:
     """The same model, sharing its weights, with its angles stretched."""
     if not uses_rope(model):
-        raise ValueError(
-            f"a scaling stretches RoPE's angles; {type(model).__name__} has none. Leave it out for this model."
-        )
+        raise ValueError(f"a scaling stretches RoPE's angles, and {type(model).__name__} has none")
     rule = parse_scaling(scaling)
     config: Any = copy.deepcopy(model.config)
     if isinstance(model, LengthwiseForCausalLM):
         config.encoding_options = {**(config.encoding_options or {}), "scaling": rule}
     else:
         text = config.get_text_config()
-        own = {key: value for key, value in rule.items() if key != "type"}
+        parameters = {key: value for key, value in rule.items() if key != "type"}
         length = text.max_position_embeddings
         text.rope_parameters = {
             "rope_theta": text.rope_parameters["rope_theta"],
             "rope_type": rule["type"],
             "original_max_position_embeddings": length,
             **{k: v for k, v in text.rope_parameters.items() if k == "partial_rotary_factor"},
-            **own,
+            **parameters,
         }
     config._attn_implementation = model.config._attn_implementation
     with torch.device(model.device):

@@ -1,4 +1,4 @@
-"""What a study found, as data: the table, how each encoding holds beyond its training length, speed, and its birth."""
+"""The results of a study as data: the table, how each encoding holds beyond its training length, speed, and origin."""
 
 import math
 import os
@@ -12,44 +12,64 @@ import transformers
 
 from lengthwise import __version__
 from lengthwise.evaluate import LengthTable
-from lengthwise.evaluate.task_scores import TaskScore
+from lengthwise.evaluate.tasks import TaskScore
 from lengthwise.files import processor_name
 from lengthwise.study.config import StudyConfig
-from lengthwise.study.parts import Part
-from lengthwise.study.training import Outcome
+from lengthwise.study.runs import StudyRun
 
 UNDER_TRAINED = 1.25
-"""An encoding so many times above the best at the training length has not learned enough to be judged beyond it."""
+"""An encoding this many times above the best at the training length has not learned enough to be judged beyond it."""
 
 
 @dataclass(frozen=True)
-class Findings:
-    """Everything that the report tells."""
+class TrainingOutcome:
+    """How the training of a run ended: what it used, or why it failed."""
+
+    seconds: float
+    peak_bytes: int
+    threads: int
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class StudyResults:
+    """Everything that the report is made of."""
 
     config: StudyConfig
-    parts: list[Part]
+    runs: list[StudyRun]
     table: LengthTable | None
     tasks: list[TaskScore]
-    outcomes: dict[str, Outcome]
+    outcomes: dict[str, TrainingOutcome]
     missing: dict[str, str]
     """Runs that are not in the table, and why."""
+    undrawn: dict[str, str]
+    """Runs whose heads could not be drawn, and why."""
     seconds: float
 
     @property
     def train_length(self) -> int:
         """The length that all were trained at."""
-        return self.parts[0].settings.length
+        return self.runs[0].resolved.length
 
-    def rise(self, name: str, length: int) -> float:
-        """How many times its value at the training length an encoding has at another."""
-        assert self.table is not None
-        return self.table.cell(name, length).value / self.table.cell(name, self.train_length).value
+    @property
+    def far_length(self) -> int | None:
+        """Eight times the training length, else the longest beyond it; None if nothing was measured beyond it."""
+        beyond = [n for n in self.table.lengths if n > self.train_length] if self.table is not None else []
+        return 8 * self.train_length if 8 * self.train_length in beyond else beyond[-1] if beyond else None
+
+    def rise(self, name: str, length: int) -> float | None:
+        """How many times its value at the training length an encoding has at another, if both were measured."""
+        table = self.table
+        if table is None or not table.seeds(name, length) or not table.seeds(name, self.train_length):
+            return None
+        return table.cell(name, length).value / table.cell(name, self.train_length).value
 
     def gap(self, name: str) -> float:
         """How many times the best value an encoding has at the training length."""
         assert self.table is not None
         values = [self.table.cell(other, self.train_length).value for other in self.table.names]
-        return self.table.cell(name, self.train_length).value / min(v for v in values if not math.isnan(v))
+        best = min((value for value in values if not math.isnan(value)), default=math.nan)
+        return self.table.cell(name, self.train_length).value / best
 
     def under_trained(self) -> list[str]:
         """Encodings that are too far behind at the training length to be compared beyond it."""
@@ -58,22 +78,23 @@ class Findings:
         return [name for name in self.table.names if self.gap(name) > UNDER_TRAINED]
 
     def speed_rows(self) -> list[list[str]]:
-        """A line per run: steps, threads, tokens a second, seconds, peak memory."""
+        """A heading and a line per run: steps, threads, tokens a second, seconds, peak memory."""
         rows = [["run", "steps", "threads", "tokens/s", "seconds", "peak memory"]]
-        for part in self.parts:
-            metrics = part.run.metrics if part.run is not None else []
+        for run in self.runs:
+            metrics = run.run.metrics if run.run is not None else []
             if not metrics:
                 continue
-            last, outcome = metrics[-1], self.outcomes.get(part.name)
+            last, outcome = metrics[-1], self.outcomes.get(run.name)
             peak = f"{outcome.peak_bytes / 2**20:,.0f} MiB" if outcome is not None else "not measured"
             threads = str(outcome.threads) if outcome is not None else "not measured"
-            pace = f"{last['tokens'] / last['seconds']:,.0f}" if last["seconds"] else "-"
-            rows.append([part.name, f"{last['step']:,}", threads, pace, f"{last['seconds']:,.0f}", peak])
+            speed = f"{last['tokens'] / last['seconds']:,.0f}" if last["seconds"] else "-"
+            rows.append([run.name, f"{last['step']:,}", threads, speed, f"{last['seconds']:,.0f}", peak])
         return rows
 
     def as_json(self) -> dict[str, Any]:
-        """The figures, for tables made elsewhere; the scores themselves are in the scores folder."""
+        """The values, for tables made elsewhere; the scores themselves are in the scores folder."""
         table = self.table
+        under_trained = self.under_trained()
         rows: list[dict[str, Any]] = []
         for name in table.names if table is not None else []:
             assert table is not None
@@ -84,9 +105,10 @@ class Findings:
                     "values": {n: None if c.refused else c.value for n, c in cells.items()},
                     "intervals": {n: None if c.refused else list(c.interval) for n, c in cells.items()},
                     "refused": {n: c.refused for n, c in cells.items() if c.refused},
-                    "under_trained": name in self.under_trained(),
+                    "under_trained": name in under_trained,
                 }
             )
+        settings = self.runs[0].resolved.stored()
         return {
             "metric": table.metric if table is not None else None,
             "notes": table.notes() if table is not None else [],
@@ -94,14 +116,14 @@ class Findings:
             "rows": rows,
             "speed": self.speed_rows(),
             "missing": self.missing,
-            "settings": {k: v for k, v in self.parts[0].settings.kept().items() if k not in ("encoding", "seed")},
+            "settings": {name: value for name, value in settings.items() if name not in ("encoding", "seed")},
             "seeds": self.config.seeds,
             "seconds": self.seconds,
-            "born": born("lengthwise study"),
+            "born": origin("lengthwise study"),
         }
 
 
-def born(command: str) -> dict[str, Any]:
+def origin(command: str) -> dict[str, Any]:
     """What a reader needs to measure the same again."""
     return {
         "command": command,

@@ -1,0 +1,62 @@
+"""What is measured of every model. torch is not loaded here: the command line is made from these fields."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from lengthwise.options import option
+
+Protocol = Literal["fair", "paper", "sliding"]
+PROTOCOLS: tuple[Protocol, ...] = ("fair", "paper", "sliding")
+LENGTHS = (128, 256, 512, 1024)
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """The options of a measurement; None leaves the choice to `evaluate` or to the study."""
+
+    lengths: list[int] | None = option(  # noqa: RUF009
+        None, "in tokens; 128, 256, 512 and 1024, or in a study 1, 2, 4, 8 and 16 times the training length"
+    )
+    protocol: Protocol = option(  # noqa: RUF009
+        "fair", "fair: the same tokens at every length; paper: consecutive windows; sliding: every token once"
+    )
+    text: str | None = option(None, "the source whose held-out text is used; stdlib, or in a study that of --data")
+    windows: int | None = option(None, "windows at most, at each length; 256, or in a study 64")
+    stride: int | None = option(
+        None, "tokens scored in a window (fair: a quarter of the shortest length; sliding: half of the length)"
+    )
+    chunk: int | None = option(
+        None, "read windows in chunks of so many tokens through the cache; by default only where memory needs it"
+    )
+    rope: list[str] = option([], "RoPE scalings such as yarn:8, each a row of its own")  # noqa: RUF009
+    tasks: list[str] = option([], "synthetic tasks to score at every length, e.g. copy passkey")  # noqa: RUF009
+    examples: int = option(100, "examples of each task, length and depth")
+
+    def resolved(
+        self, *, lengths: list[int] | None = None, text: str = "stdlib", windows: int = 256
+    ) -> "ResolvedEvalConfig":
+        """The same with these values where an option was left open."""
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        chosen = {"lengths": list(lengths or LENGTHS), "text": text, "windows": windows}
+        return ResolvedEvalConfig(**(given | {k: v if given[k] is None else given[k] for k, v in chosen.items()}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedEvalConfig(EvalConfig):
+    """A config with no option left open, checked before a model is loaded or trained."""
+
+    lengths: list[int]
+    text: str
+    windows: int
+
+    def __post_init__(self) -> None:
+        from lengthwise.errors import check_int
+
+        if not self.lengths:
+            raise ValueError("there must be a length to measure at, got none; give e.g. --lengths 128 256 512")
+        for name in ("windows", "examples", "stride", "chunk"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name))
+        for length in self.lengths:
+            check_int("length", length)

@@ -1,0 +1,106 @@
+"""The runs of a study: one for each encoding and seed, each with a training command of its own."""
+
+import dataclasses
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from lengthwise.encodings.registry import find
+from lengthwise.runs import Run
+from lengthwise.study.config import StudyConfig
+from lengthwise.train.config import ResolvedTrainConfig, TrainConfig
+from lengthwise.train.setup import model_config
+
+
+@dataclass(frozen=True)
+class StudyRun:
+    """One run: an encoding with a seed."""
+
+    encoding: str
+    seed: int
+    config: TrainConfig
+
+    @property
+    def name(self) -> str:
+        """The name of the run's folder."""
+        return f"{self.encoding}-{self.seed}"
+
+    @property
+    def resolved(self) -> ResolvedTrainConfig:
+        """Its config with every option filled in."""
+        return self.config.resolved()
+
+    @property
+    def run(self) -> Run | None:
+        """The run, once it was started."""
+        return Run(self.config.out) if Run.is_run(self.config.out) else None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether its final model is there."""
+        return self.run is not None and self.run.is_finished
+
+    @property
+    def is_being_trained(self) -> bool:
+        """Whether a process is training it now."""
+        return not self.is_finished and self.run is not None and self.run.is_being_written
+
+    @property
+    def steps_done(self) -> int:
+        """The last step in its metrics."""
+        metrics = self.run.metrics if self.run is not None else []
+        return int(metrics[-1]["step"]) if metrics else 0
+
+    def arguments(self) -> list[str]:
+        """The words after `lengthwise`: the encoding, and the options that differ from their defaults."""
+        default = TrainConfig()
+        words = ["train"]
+        for field in dataclasses.fields(TrainConfig):
+            value = getattr(self.config, field.name)
+            if value == getattr(default, field.name) and field.name != "encoding":
+                continue
+            name = field.name.replace("_", "-")
+            if isinstance(value, bool):
+                words.append(f"--{name}" if value else f"--no-{name}")
+            else:
+                words += [f"--{name}", json.dumps(value) if isinstance(value, dict | list) else str(value)]
+        return words
+
+    @property
+    def command(self) -> str:
+        """The command that trains it, for a shell."""
+        return shlex.join(["lengthwise", *self.arguments()])
+
+
+def study_runs(config: StudyConfig) -> list[StudyRun]:
+    """All runs of a study, seed by seed, so that a study that is stopped early has all encodings."""
+    for name, values in (("encodings", config.encodings), ("seeds", config.seeds)):
+        if not values:
+            raise ValueError(f"{name} of a study must have at least one, got none")
+        if len(set(values)) != len(values):
+            raise ValueError(f"{name} of a study must differ, got {values}")
+    for encoding in (*config.encodings, *config.encoding_options):
+        find(encoding)
+    # Other lengths are measured at the end, and better; while training they would only take time.
+    length = config.training.resolved().length
+    runs = []
+    for seed in config.seeds:
+        for encoding in config.encodings:
+            own = dataclasses.replace(
+                config.training,
+                out=str(Path(config.out) / "runs" / f"{encoding}-{seed}"),
+                encoding=encoding,
+                encoding_options=config.encoding_options.get(encoding),
+                seed=seed,
+                resume=True,
+                evaluate_lengths=[length],
+            )
+            model_config(own.resolved(), vocabulary=1)  # an error for options that the encoding does not take
+            runs.append(StudyRun(encoding, seed, own))
+    return runs
+
+
+def missing_commands(config: StudyConfig) -> list[str]:
+    """One command for each run that is missing; any scheduler may run them, in any order."""
+    return [run.command for run in study_runs(config) if not run.is_finished]

@@ -1,0 +1,189 @@
+"""Checkpoints and the final model, written by all processes of a run into its folder and read back from it.
+
+Weights and AdamW's moments are one flat dictionary of tensors, written by torch.distributed.checkpoint as safetensors:
+each process writes its part, and any number of processes can read it. Random states are a small file per process.
+No file is a pickle. The schedule and the place in the data are functions of the step, which the seal's note has.
+"""
+
+import json
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
+from transformers import PreTrainedTokenizerFast
+
+from lengthwise.data import Tokens
+from lengthwise.model import LengthwiseForCausalLM
+from lengthwise.runs import Run, RunWriter
+from lengthwise.train.config import ResolvedTrainConfig
+from lengthwise.train.distributed import World
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+WRITE_ERRORS = (OSError, SafetensorError, CheckpointException)
+
+
+def check_folder(config: ResolvedTrainConfig) -> None:
+    """An error unless the run's folder is free, or has this run and it is to be resumed."""
+    if not config.out:
+        raise ValueError("--out must be the run's folder, got ''; give one, e.g. --out runs/first")
+    if not Run.is_run(config.out):
+        return
+    if not config.resume:
+        raise FileExistsError(
+            f"a new run needs a folder of its own, got {config.out}, which has a run; choose another --out, or add "
+            "--resume"
+        )
+    config.check_resumes(Run(config.out).config)
+
+
+def open_run(
+    config: ResolvedTrainConfig, writer: RunWriter | None, tokens: Tokens
+) -> tuple[Path, dict[str, Any]] | None:
+    """Prepare the folder of a new run, or of one to continue: the checkpoint to continue from and its note."""
+    assert writer is not None
+    if not Run.is_run(config.out):
+        writer.write_config(config.stored())
+        return None
+    checkpoint = writer.newest_checkpoint()
+    if checkpoint is not None and checkpoint[1]["data"] != tokens.sha256:
+        raise ValueError(
+            f"a run must be resumed with the data it was started with; {config.data!r} has changed since (other files, "
+            "or another Python for 'stdlib'). Bring the data back, or start a new run."
+        )
+    writer.cut(0 if checkpoint is None else checkpoint[1]["step"])
+    return checkpoint
+
+
+def save_checkpoint(
+    config: ResolvedTrainConfig,
+    world: World,
+    writer: RunWriter | None,
+    model: nn.Module,
+    optimizer: AdamW,
+    note: dict[str, Any],
+) -> None:
+    """All processes write their parts; the first makes a checkpoint of them."""
+    try:
+        partial = world.from_first(lambda: writer.begin_checkpoint(note["step"]) if writer else Path())
+        (partial / f"random-{world.rank}.json").write_text(json.dumps(_random_state()))
+        storage = HuggingFaceStorageWriter(str(partial), save_distributed=True)
+        with _silence_single_process_warning():
+            state_dict_saver.save(_state(model, optimizer), storage_writer=storage, no_dist=not world.is_distributed)
+        world.on_first(lambda: writer.seal_checkpoint(partial, note, keep=config.keep) if writer else None)
+    except WRITE_ERRORS as error:
+        raise OSError(_not_written(config, f"the checkpoint of step {note['step']}", error)) from error
+
+
+def load_checkpoint(folder: Path, world: World, model: nn.Module, optimizer: AdamW, *, step: int) -> bool:
+    """Bring model and optimizer to the state after a step; whether the random state of this process was there too."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in MOMENTS}
+            optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
+    storage = HuggingFaceStorageReader(str(folder))
+    with _silence_single_process_warning():
+        state_dict_loader.load(_state(model, optimizer), storage_reader=storage, no_dist=not world.is_distributed)
+    random_state = folder / f"random-{world.rank}.json"
+    if random_state.exists():
+        _set_random_state(json.loads(random_state.read_text()))
+    return random_state.exists()
+
+
+def save_final(
+    config: ResolvedTrainConfig,
+    writer: RunWriter | None,
+    model: LengthwiseForCausalLM,
+    weights: dict[str, Tensor],
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """Write the trained model as save_pretrained does, with its tokenizer."""
+
+    def fill(folder: Path) -> None:
+        model.save_pretrained(folder, state_dict=weights)
+        tokenizer.save_pretrained(folder)
+
+    assert writer is not None
+    try:
+        writer.finish(fill, {"steps": config.steps})
+    except WRITE_ERRORS as error:
+        raise OSError(_not_written(config, "the final model", error)) from error
+
+
+def whole_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The model's weights, put together from all processes' shards."""
+    named = ((name, parameter.detach()) for name, parameter in model.named_parameters())
+    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).cpu() for name, p in named}
+
+
+def seed_everything(seed: int, *more: int) -> None:
+    """Seed all generators with a mix of the numbers."""
+    mixed = int(np.random.SeedSequence([seed, *more]).generate_state(1)[0])
+    random.seed(mixed)
+    np.random.seed(mixed)
+    torch.manual_seed(mixed)
+
+
+def _not_written(config: ResolvedTrainConfig, content: str, error: BaseException) -> str:
+    return (
+        f"{content} could not be written to {config.out}: {str(error).strip().splitlines()[-1]}. Checkpoints before it "
+        f"are whole. Make room, then: lengthwise train --resume --out {config.out}"
+    )
+
+
+def _state(model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
+    """The tensors of model and optimizer themselves, by name: loading writes into them."""
+    tensors: dict[str, Any] = {}
+    for name, parameter in model.named_parameters():
+        tensors[f"model.{name}"] = parameter.detach()
+        for moment in MOMENTS:
+            if parameter in optimizer.state:
+                tensors[f"optimizer.{name}.{moment}"] = optimizer.state[parameter][moment]
+    return tensors
+
+
+@contextmanager
+def _silence_single_process_warning() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
+def _random_state() -> dict[str, Any]:
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    version, numbers, gauss = random.getstate()
+    return {
+        "torch": _to_text(torch.get_rng_state()),
+        "cuda": [_to_text(state) for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else [],
+        "numpy": [str(kind), np.asarray(keys).tolist(), *map(float, rest)],
+        "python": [version, list(numbers), gauss],
+    }
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(_from_text(state["torch"]))
+    if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all([_from_text(text) for text in state["cuda"]])
+    kind, keys, place, has_gauss, gauss = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), int(place), int(has_gauss), gauss))
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+
+
+def _to_text(state: Tensor) -> str:
+    return bytes(state.numpy()).hex()
+
+
+def _from_text(text: str) -> Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

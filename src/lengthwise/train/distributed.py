@@ -1,0 +1,188 @@
+"""One process or many: which part of a batch each has, and how gradients and values are brought together.
+
+Under torchrun the loss is wrapped in DDP, or in FSDP2 if it is sharded. The loss of a batch is the sum over its tokens
+divided by their number, whatever the parts of the processes: the number of processes changes only the order of
+additions.
+"""
+
+import gc
+import os
+import re
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lengthwise.encodings import Encoding
+from lengthwise.loading import resolve_device
+from lengthwise.train.config import ResolvedTrainConfig
+
+T = TypeVar("T")
+CONNECTION_LOST = re.compile("connection|closed by peer|broken pipe|timed out|NCCL|gloo", re.IGNORECASE)
+"""In torch's errors when another process is gone."""
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run, seen from one of them."""
+
+    rank: int
+    size: int
+    device: torch.device
+    sharded: bool
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether torchrun started it, even if as the only process."""
+        return dist.is_initialized()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes and logs."""
+        return self.rank == 0
+
+    def own_part(self, count: int) -> range:
+        """Which of `count` items belong to this process."""
+        return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over all processes."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def on_first(self, function: Callable[[], T]) -> T | None:
+        """Call a function in the first process only: its result there, None in the others, its error in all."""
+        result: T | None = None
+        fault: list[Exception | None] = [None]
+        if self.is_first:
+            try:
+                result = function()
+            except Exception as error:
+                fault = [error]
+        (error_of_first,) = self._broadcast(fault)
+        if error_of_first is not None:
+            raise error_of_first
+        return result
+
+    def from_first(self, function: Callable[[], T]) -> T:
+        """Call a function in the first process only: its result, or its error, in all of them."""
+        return cast(T, self._broadcast([self.on_first(function)])[0])
+
+    def _broadcast(self, message: list[Any]) -> list[Any]:
+        if self.size > 1:
+            dist.broadcast_object_list(message)
+        return message
+
+    def wrap(self, loss: nn.Module, layers: nn.ModuleList, dtype: torch.dtype) -> nn.Module:
+        """The loss as a module whose gradients are averaged over the processes; `layers` are sharded one by one."""
+        if self.sharded:
+            return self._shard(loss, layers, dtype)
+        loss.to(self.device)
+        return loss if self.size == 1 else DistributedDataParallel(loss)
+
+    def _shard(self, loss: nn.Module, layers: nn.ModuleList, dtype: torch.dtype) -> nn.Module:
+        """Layers and the rest in shards. Encodings are small, called by their hooks and must stay float32: whole."""
+        policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
+        whole = set(encoding_parameters(loss))
+        for parameter in whole:
+            parameter.data = parameter.data.to(self.device)
+        mesh = init_device_mesh(self.device.type, (self.size,))
+        # The root too goes back into shards after a forward pass: a validation has no backward pass that would do it,
+        # and a checkpoint after one would hold the rounded weights of the forward pass.
+        for module in [*layers, loss]:
+            fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=whole, reshard_after_forward=True)
+        return loss
+
+    def sync_gradients(self, module: nn.Module, *, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of one micro-batch: gradients are averaged only with the last."""
+        if isinstance(module, DistributedDataParallel) and not last:
+            return module.no_sync()
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(last)
+        return nullcontext()
+
+    def average_unsharded_gradients(self, parameters: list[nn.Parameter]) -> None:
+        """FSDP2 averages the gradients of shards only; this does it for the parameters that stay whole."""
+        gradients = [p.grad for p in parameters if p.grad is not None and not isinstance(p, DTensor)]
+        if self.sharded and gradients:
+            flat = self.sum(torch.cat([gradient.flatten() for gradient in gradients])) / self.size
+            for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+
+def encoding_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of all encodings."""
+    return [p for part in module.modules() if isinstance(part, Encoding) for p in part.parameters()]
+
+
+def split_by_sharding(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Whole and sharded parameters apart: torch's operations on lists do not mix them."""
+    both = [[p for p in parameters if isinstance(p, DTensor) == sharded] for sharded in (False, True)]
+    return [group for group in both if group]
+
+
+def clip_gradients(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale all gradients so that their norm together is at most `max_norm`; the norm before."""
+    groups = split_by_sharding(parameters)
+    norms = [torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in groups]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+    for group in groups:
+        torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
+    return total
+
+
+@contextmanager
+def join_processes(config: ResolvedTrainConfig) -> Iterator[World]:
+    """The processes that torchrun started, or this one alone."""
+    size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    device = _local_device(config.device)
+    if config.sharded and "RANK" not in os.environ:
+        raise ValueError("--sharded needs several processes, got one; start them with torchrun")
+    if "RANK" not in os.environ:
+        yield World(rank, size, device, sharded=False)
+        return
+    if config.sequences < size:
+        raise ValueError(
+            f"every process must have a sequence of each batch, got {config.sequences} sequences and {size} processes; "
+            "raise --batch-tokens, or start fewer processes"
+        )
+    if config.sharded and config.sequences % size:
+        raise ValueError(
+            f"with --sharded the processes must divide the sequences of a batch, got {config.sequences} sequences and "
+            f"{size} processes; change --batch-tokens, or start another number"
+        )
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield World(rank, size, device, sharded=config.sharded)
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)
+        if isinstance(error, RuntimeError) and size > 1 and CONNECTION_LOST.search(str(error)):
+            raise ConnectionError(
+                f"process {rank} lost the connection to another process of the run; see the error of that one, then "
+                "start all of them again with --resume"
+            ) from error
+        raise
+    finally:
+        # The wrapped model must go before the group: else the group's last reference is dropped inside DDP, which then
+        # waits, with Python's lock in hand, for a thread that waits for that lock.
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def _local_device(name: str) -> torch.device:
+    device = resolve_device(name)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    return device

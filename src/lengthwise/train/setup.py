@@ -1,0 +1,89 @@
+"""What a run has before its first step, made from its config: data, model, optimizer; and the dry run, without them."""
+
+import os
+import re
+from pathlib import Path
+
+import torch
+from torch.optim import AdamW
+from transformers import PreTrainedTokenizerFast
+
+from lengthwise.data import Tokens, load_tokenizer, prepare
+from lengthwise.data.sources import resolve
+from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
+from lengthwise.train.config import ResolvedTrainConfig, TrainConfig
+from lengthwise.train.distributed import encoding_parameters, split_by_sharding
+
+GPT2_VOCABULARY = 50_257
+
+
+def read_data(config: ResolvedTrainConfig) -> tuple[PreTrainedTokenizerFast, Tokens, Tokens]:
+    """The tokenizer, the tokens to train on and the held-out ones; processes of one machine wait for the first."""
+    verify = os.environ.get("LOCAL_RANK", "0") == "0"
+    tokenizer = load_tokenizer(config.tokenizer, source=config.data)
+    if config.held_out is None:
+        train, held_out = (prepare(config.data, tokenizer, split=s, verify=verify) for s in ("train", "held-out"))
+    else:
+        sources = (config.data, config.held_out)
+        train, held_out = (prepare(source, tokenizer, split="all", verify=verify) for source in sources)
+    return tokenizer, train, held_out
+
+
+def model_config(config: ResolvedTrainConfig, vocabulary: int, *, end: int | None = None) -> LengthwiseConfig:
+    """The model's config; the vocabulary is rounded up to 64, which suits matrix units: 50,257 is 50,304."""
+    sizes = {"n_positions": config.length, "vocab_size": -(-vocabulary // 64) * 64} | (config.sizes or {})
+    return LengthwiseConfig.preset(
+        config.preset,
+        encoding=config.encoding,
+        encoding_options=config.encoding_options,
+        share_encoding=config.share_encoding,
+        bos_token_id=end,
+        eos_token_id=end,
+        **sizes,
+    )
+
+
+def matmul_dtype(config: ResolvedTrainConfig, device: torch.device) -> torch.dtype:
+    """The dtype of matrix products; weights, gradients and encodings are always float32."""
+    if config.precision == "auto":
+        return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+    return torch.bfloat16 if config.precision == "bfloat16" else torch.float32
+
+
+def make_optimizer(config: ResolvedTrainConfig, model: LengthwiseForCausalLM) -> AdamW:
+    """AdamW with the model's own groups: matrices decay, and what encodings exempt does not."""
+    groups = [
+        {**group, "params": parameters}
+        for group in model.parameter_groups(config.weight_decay)
+        for parameters in split_by_sharding(group["params"])
+    ]
+    return AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=1e-8)
+
+
+def dry_run(config: TrainConfig) -> str:
+    """A few lines on what would be trained; every error that a config alone can have is raised."""
+    resolved = config.resolved()
+    resolve(resolved.data)
+    with torch.device("meta"):
+        model = LengthwiseForCausalLM(model_config(resolved, vocabulary_size(resolved.tokenizer)))
+    learned = sum(parameter.numel() for parameter in encoding_parameters(model))
+    tokens = resolved.steps * resolved.batch_tokens
+    return "\n".join(
+        (
+            f"model     {resolved.preset} with {resolved.encoding}: {model.num_parameters():,} parameters, "
+            f"{learned:,} of them the encoding's",
+            f"data      {resolved.data}, tokenizer {resolved.tokenizer}",
+            f"tokens    {tokens:,} in {resolved.steps:,} steps of {resolved.sequences:,} x {resolved.length:,}",
+            f"rate      up to {resolved.learning_rate:g} in {resolved.warmup:,} steps, then down to "
+            f"{resolved.final_learning_rate:g}",
+        )
+    )
+
+
+def vocabulary_size(tokenizer: str) -> int:
+    """The size of a tokenizer, which is not learned or downloaded for it."""
+    if match := re.fullmatch(r"bpe:(\d+)", tokenizer):
+        return int(match[1])
+    if tokenizer == "gpt2" and not Path(tokenizer).exists():
+        return GPT2_VOCABULARY
+    return len(load_tokenizer(tokenizer))

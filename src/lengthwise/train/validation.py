@@ -1,0 +1,102 @@
+"""What is measured while a run trains: the held-out loss at several lengths, and snapshots of the position maps.
+
+The held-out loss is a quick estimate; `lengthwise evaluate` is the measurement.
+"""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from lengthwise.data import Tokens
+from lengthwise.data.tokens import document_positions
+from lengthwise.encodings import ENCODINGS, Encoding
+from lengthwise.inspect import position_maps
+from lengthwise.model import LengthwiseForCausalLM
+from lengthwise.train.checkpoint import whole_weights
+from lengthwise.train.config import ResolvedTrainConfig
+from lengthwise.train.distributed import World
+from lengthwise.views import What
+
+log = logging.getLogger(__name__)
+RESOLUTION = 128
+"""Tiles along a side of a map that has no structure to describe it by."""
+
+
+class Validation:
+    """Sequences from the start of the held-out text, the same every time, at each of a few lengths."""
+
+    def __init__(self, config: ResolvedTrainConfig, tokens: Tokens, model: nn.Module) -> None:
+        self.config, self.tokens = config, tokens
+        limit = min((e.limit for e in model.modules() if isinstance(e, Encoding) and e.limit), default=None)
+        self.lengths = config.evaluate_lengths or [config.length, 2 * config.length, 4 * config.length]
+        required = self.lengths if config.evaluate_lengths else self.lengths[:1]
+        for length in list(self.lengths):
+            if len(tokens) < length:
+                fault = f"the held-out split has {len(tokens)} tokens"
+            elif limit is not None and length > limit:
+                fault = f"the encoding {config.encoding!r} ends at {limit}"
+            else:
+                continue
+            if length in required:
+                raise ValueError(
+                    f"the held-out loss cannot be measured at {length} tokens: {fault}; give --held-out with more "
+                    "text, or other --evaluate-lengths"
+                )
+            log.info("the held-out loss is not measured at %d tokens: %s", length, fault)
+            self.lengths.remove(length)
+
+    def sample(self) -> Int[Tensor, "batch position"]:
+        """Two sequences of the training length, for the snapshots of the position maps."""
+        length = self.config.length
+        count = min(2, len(self.tokens) // length)
+        return torch.from_numpy(self.tokens.read(0, count * length)).view(count, length)
+
+    @torch.no_grad()
+    def losses(self, loss: nn.Module, world: World, dtype: torch.dtype) -> dict[str, float]:
+        """The mean loss of a token, by length."""
+        loss.eval()
+        with torch.autocast(world.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+            means = {str(length): self._mean_loss(loss, length, world) for length in self.lengths}
+        loss.train()
+        return means
+
+    def _mean_loss(self, loss: nn.Module, length: int, world: World) -> float:
+        count = max(1, min(self.config.evaluate_tokens, len(self.tokens)) // length)
+        at_once = min(count, max(1, self.config.micro_batch * self.config.length // length))
+        starts = range(0, count, at_once)
+        total = torch.zeros(2, dtype=torch.float64)
+        # Every process makes as many calls as every other, or sharded ones would wait for each other for ever.
+        for turn in range(0, len(starts), world.size):
+            own = turn + world.rank
+            first = starts[min(own, len(starts) - 1)]
+            rows = [self.tokens.read(i * length, length) for i in range(first, min(first + at_once, count))]
+            tokens = torch.from_numpy(np.stack(rows))
+            positions = document_positions(tokens, self.tokens.end) if self.config.separate_documents else None
+            nats = loss(tokens.to(world.device), None if positions is None else positions.to(world.device))
+            if own < len(starts):
+                total += torch.tensor([float(nats), tokens.numel() - len(rows)], dtype=torch.float64)
+        losses, targets = world.sum(total.to(world.device)).tolist()
+        return losses / targets
+
+
+def save_map_snapshot(
+    path: Path, model: LengthwiseForCausalLM, ids: Int[Tensor, "batch position"], world: World
+) -> None:
+    """The bias of every head of every layer, or the scores of an encoding without one. All processes take part."""
+    weights = whole_weights(model) if world.sharded else None
+    if not world.is_first:
+        return
+    devices = [world.device] if world.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        if weights is not None:
+            with world.device:
+                model = LengthwiseForCausalLM(model.config)
+            for name, parameter in model.named_parameters():
+                parameter.data.copy_(weights[name])
+        what: What = "bias" if ENCODINGS[model.config.encoding].overrides("bias") else "scores"
+        maps = position_maps(model, ids.to(world.device), "all", what, shown="first", resolution=RESOLUTION)
+    maps.save(path)
