@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 
 from lengthwise.encodings import PositionError
 from lengthwise.errors import check_int
-from lengthwise.evaluate.limits import check_length
 from lengthwise.evaluate.losses import fitting_chunk, token_losses
 from lengthwise.evaluate.score import Score
 from lengthwise.evaluate.text import Text
 from lengthwise.evaluate.windows import Plan, Protocol, Window, plan
+from lengthwise.model.families import check_length
 
 BATCH = 8192
 """Tokens in a batch of windows, unless one window has more."""

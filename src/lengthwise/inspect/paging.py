@@ -7,11 +7,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lengthwise.inspect.cells import KINDS, Cells
-from lengthwise.inspect.look import position_records, position_views, route_into
+from lengthwise.inspect.lazy_scores import QUANTITIES, LazyScores
+from lengthwise.inspect.model_maps import position_records, position_views
 from lengthwise.inspect.show import parse_numbers, read
 from lengthwise.inspect.subject import Subject, find_subject
 from lengthwise.inspect.text import Sequences
+from lengthwise.model.families import family_of
 from lengthwise.runs import Run
 from lengthwise.views.maps import PositionMaps, What
 from lengthwise.views.page import Page, Snapshot, checked_page
@@ -71,7 +72,7 @@ def look(
     """Every view of a model, or one."""
     chosen = None if layer == "all" else [-1] if layer == "last" else parse_numbers("layer", layer)
     whats: Sequence[What] | None = None if what is None else [what]
-    depths = route_into(subject.model).depths
+    depths = family_of(subject.model).depths
     depth = next(iter(depths.values())) if part is None else depths.get(part, 1)
     heads = subject.model.config.get_text_config().num_attention_heads * (depth if chosen is None else len(chosen))
     views = position_views(
@@ -120,10 +121,10 @@ def _detail(
     """Every number of some heads, in every view that is not described anyway."""
     if not heads:
         return {}
-    cells = Cells(position_records(subject.model, sequences.ids[:1], part=part))
+    cells = LazyScores(position_records(subject.model, sequences.ids[:1], part=part))
     found: dict[What, dict[tuple[int, int], Tensor]] = {}
     for what, maps in views.items():
-        if what in KINDS and any(one.tiles is not None for one in maps.maps):
+        if what in QUANTITIES and any(one.tiles is not None for one in maps.maps):
             for layer, head in heads:
                 _, _, queries, keys = cells.record(layer, head).shape
                 exact = cells.part(what, layer, head, slice(0, queries), slice(0, keys))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lengthwise.inspect.look import position_maps
+from lengthwise.inspect.model_maps import position_maps
 from lengthwise.inspect.show import SEQUENCES
 from lengthwise.inspect.subject import TRAINED_AT, Subject, find_subject, initial
 from lengthwise.inspect.text import sample

@@ -6,9 +6,11 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from lengthwise.inspect.look import Layers, position_views, route_into
+from lengthwise.inspect.capture import Layers
+from lengthwise.inspect.model_maps import position_views
 from lengthwise.inspect.subject import TRAINED_AT, Subject, find_subject
 from lengthwise.inspect.text import Sequences, sample
+from lengthwise.model.families import family_of
 from lengthwise.views.canvas import checked_path, save_picture
 from lengthwise.views.curves import compare
 from lengthwise.views.maps import PositionMaps, What
@@ -86,7 +88,7 @@ def look_at(
 
 def read(subject: Subject, *, length: int | None, text: str | None, seed: int) -> Sequences:
     """What a model reads: so many tokens, 512 if it takes them, or the text."""
-    limit = route_into(subject.model).limit
+    limit = family_of(subject.model).max_length
     usual = min(TRAINED_AT, limit or TRAINED_AT) if text is None else None
     return sample(subject, length=usual if length is None else length, text=text, seed=seed, count=SEQUENCES)
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from lengthwise.errors import check_int
-from lengthwise.inspect.cells import Cells
-from lengthwise.inspect.look import position_records
+from lengthwise.inspect.lazy_scores import LazyScores
+from lengthwise.inspect.model_maps import position_records
 from lengthwise.inspect.paging import look, snapshots_of
 from lengthwise.inspect.show import read
 from lengthwise.inspect.subject import Subject, find_subject
@@ -52,7 +52,7 @@ class Looks:
         check_int("max_tokens", limit, "It counts tokens.")
         self.library, self.limit = library, limit
         self._models: Kept[Subject] = Kept(MODELS)
-        self._cells: Kept[Cells] = Kept(LOOKS)
+        self._cells: Kept[LazyScores] = Kept(LOOKS)
         self._turn = threading.Lock()
 
     def look(self, name: str, *, layer: str, text: str | None, length: int | None) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class Looks:
             views = look(subject, sequences, layer=layer)
             told = model_payload([*snapshots_of(source), Snapshot(views)])
             key = secrets.token_urlsafe(12)
-            self._cells.take(key, lambda: Cells(position_records(subject.model, sequences.ids[:1])))
+            self._cells.take(key, lambda: LazyScores(position_records(subject.model, sequences.ids[:1])))
         told["snapshots"][-1]["look"] = key
         return told
 
@@ -86,5 +86,5 @@ class Looks:
         return part.contiguous().numpy().tobytes()
 
 
-def _gone() -> Cells:
+def _gone() -> LazyScores:
     raise LookupError("what was looked at is not kept any more, since others came after it. Look again.")
