@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from unittest.mock import patch
 
 import torch
@@ -15,6 +16,18 @@ SMALL = {"vocab_size": VOCABULARY, "hidden_size": 48, "num_hidden_layers": 2, "n
 LLAMA = SMALL | {"num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 64}
 T5 = {"vocab_size": VOCABULARY, "d_model": 48, "d_kv": 8, "d_ff": 64, "num_heads": 6}
 T5 |= {"num_layers": 2, "num_decoder_layers": 2}
+
+DEBERTA = {
+    "intermediate_size": 64,
+    "relative_attention": True,
+    "position_buckets": 8,
+    "max_position_embeddings": 64,
+    "pos_att_type": ["p2c", "c2p"],
+    "position_biased_input": False,
+    "share_att_key": True,
+    "norm_rel_ebd": "layer_norm",
+}
+XLNET = {"vocab_size": VOCABULARY, "d_model": 48, "n_layer": 2, "n_head": 6, "d_inner": 64}
 
 MODELS: dict[str, Callable[[], hf.PreTrainedModel]] = {
     "gpt2": lambda: hf.GPT2LMHeadModel(
@@ -47,6 +60,33 @@ MODELS: dict[str, Callable[[], hf.PreTrainedModel]] = {
     "falcon-new": lambda: hf.FalconForCausalLM(
         hf.FalconConfig(**SMALL, alibi=False, new_decoder_architecture=True, num_kv_heads=3)
     ),
+    "gptj": lambda: hf.GPTJForCausalLM(
+        hf.GPTJConfig(vocab_size=VOCABULARY, n_embd=48, n_layer=2, n_head=6, n_positions=64, rotary_dim=4)
+    ),
+    "gpt_neo": lambda: hf.GPTNeoForCausalLM(
+        hf.GPTNeoConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=48,
+            num_layers=2,
+            num_heads=6,
+            attention_types=[[["global", "local"], 1]],
+            window_size=7,
+            max_position_embeddings=64,
+        )
+    ),
+    "mpnet": lambda: hf.MPNetForMaskedLM(hf.MPNetConfig(**SMALL, intermediate_size=64, max_position_embeddings=66)),
+    "deberta-v2": lambda: hf.DebertaV2ForMaskedLM(hf.DebertaV2Config(**SMALL, **DEBERTA)),
+    "deberta-v2-absolute": lambda: hf.DebertaV2ForMaskedLM(
+        hf.DebertaV2Config(**SMALL, **DEBERTA | {"relative_attention": False, "position_biased_input": True})
+    ),
+    "deberta-v2-c2p": lambda: hf.DebertaV2ForMaskedLM(
+        hf.DebertaV2Config(**SMALL, **DEBERTA | {"pos_att_type": ["c2p"], "share_att_key": False})
+    ),
+    "deberta-v2-p2c": lambda: hf.DebertaV2ForMaskedLM(
+        hf.DebertaV2Config(**SMALL, **DEBERTA | {"pos_att_type": ["p2c"], "share_att_key": False})
+    ),
+    "xlnet": lambda: hf.XLNetModel(hf.XLNetConfig(**XLNET)),
+    "xlnet-uni": lambda: hf.XLNetModel(hf.XLNetConfig(**XLNET, attn_type="uni", clamp_len=9)),
     "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**T5)),
     "mt5": lambda: hf.MT5ForConditionalGeneration(hf.MT5Config(**T5)),
     "umt5": lambda: hf.UMT5ForConditionalGeneration(hf.UMT5Config(**T5)),
@@ -55,8 +95,10 @@ MODELS: dict[str, Callable[[], hf.PreTrainedModel]] = {
         hf.SwitchTransformersConfig(**T5, num_experts=2, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1)
     ),
 }
-ADDITIVE = ["bloom", "mpt", "falcon-alibi", "t5", "mt5", "umt5", "longt5", "switch"]
-CHOOSABLE = [family for family in MODELS if not family.startswith(("bloom", "mpt", "falcon"))]
+ADDITIVE = ["bloom", "mpt", "falcon-alibi", "mpnet", "t5", "mt5", "umt5", "longt5", "switch"]
+CONTEXTUAL = ["deberta-v2", "deberta-v2-c2p", "deberta-v2-p2c", "xlnet", "xlnet-uni"]
+OWN_ATTENTION = ("bloom", "mpt", "falcon", "gptj", "gpt_neo", "mpnet", "deberta", "xlnet")
+CHOOSABLE = [family for family in MODELS if not family.startswith(OWN_ATTENTION)]
 ENCODER_DECODER = ["t5", "mt5", "umt5", "longt5", "switch"]
 
 
@@ -68,7 +110,9 @@ def make_model(family: str, attention: str | None = None) -> hf.PreTrainedModel:
         model.set_attn_implementation(attention)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 2 and "embed" not in name and "norm" not in name:
+            # XLNet has projections of three axes, and its three biases begin at 0.
+            matrix = parameter.ndim >= 2 and "embed" not in name and "norm" not in name
+            if matrix or "rel_embeddings" in name:
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
     return model
 
@@ -113,5 +157,6 @@ def own_attention(model: hf.PreTrainedModel, input_ids: Tensor, **inputs: Tensor
         patch.object(F, "softmax", caught),
         patch.object(F, "scaled_dot_product_attention", caught_fused),
     ):
-        model(input_ids, use_cache=False, **inputs)
+        options = {"use_cache": False} if "use_cache" in signature(model.forward).parameters else {}
+        model(input_ids, **options, **inputs)
     return seen

@@ -15,10 +15,10 @@ from lengthwise.data import documents, load_tokenizer, prepare
 from lengthwise.evaluate import Interval, LengthTable, Score, read_corpus, score_lengths, with_scaling
 from lengthwise.evaluate import losses as losses_module
 from lengthwise.evaluate import table as table_module
-from lengthwise.evaluate.limits import limit_of
 from lengthwise.evaluate.losses import bytes_needed, fitting_chunk, token_losses
 from lengthwise.evaluate.windows import PROTOCOLS, plan_windows
 from lengthwise.model import LengthwiseForCausalLM
+from lengthwise.model.families import max_length
 
 STORY = ["Zoë saw 3 ships — and a crow.\n" * 5, "", "the second text is longer: " * 21, "日本語 ends it\n" * 7]
 DYNAMIC = [case for case in CASES if case == "rope-dynamic"]
@@ -185,9 +185,9 @@ def test_limits_of_foreign_tables_are_found():
         max_position_embeddings=37,
         word_embed_proj_dim=24,
     )
-    assert limit_of(OPTForCausalLM(opt)) == 37
-    assert limit_of(llama()) is None
-    assert limit_of(small("learned-long")) == 97
+    assert max_length(OPTForCausalLM(opt)) == 37
+    assert max_length(llama()) is None
+    assert max_length(small("learned-long")) == 97
 
 
 @pytest.mark.parametrize("scaling", ["linear:4", "yarn:4", "dynamic:4"])

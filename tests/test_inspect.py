@@ -8,8 +8,8 @@ from model_kit import CASES, LENGTH, RESCORING, loud_model, make_config, tokens
 from torch import Tensor
 
 import lengthwise as lw
-from lengthwise.inspect import position_maps, position_views
-from lengthwise.inspect.look import position_records
+from lengthwise.inspect import capture_attention, position_maps, position_views
+from lengthwise.inspect.model_maps import position_records
 from lengthwise.model import LengthwiseForCausalLM
 
 CONTEXT_FREE = ["alibi", "kerple", "kerple-power", "fire", "fire-short", "t5", "t5-clamped"]
@@ -168,13 +168,73 @@ def test_the_kernel_of_a_rotary_head_is_its_score_where_all_tokens_are_one():
     torch.testing.assert_close(views["profile"].maps[0].kernel, expected, atol=tolerance, rtol=0)
 
 
-def test_layers_come_in_the_order_asked_and_a_model_is_left_as_it_was():
+@pytest.mark.parametrize("what", ["bias", "scores"])
+def test_layers_come_in_the_given_order_and_a_model_is_left_as_it_was(what):
     model = loud_model("kerple").train()
-    maps = position_maps(model, tokens(1), [1, 0])
+    own = model.config._attn_implementation
+    maps = position_maps(model, tokens(1), [1, 0], what)
     assert maps.layers == (1, 0)
     assert maps.values.shape == (2, 3, LENGTH, LENGTH)
     assert model.training
-    assert not any("_attend" in vars(module) or module._forward_pre_hooks for module in model.modules())
+    assert model.config._attn_implementation == own
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("attention", ["lengthwise", "eager", "sdpa"])
+@pytest.mark.parametrize("case", ["alibi", "cable", "rope-dynamic", "learned", "dapev2"])
+def test_capturing_changes_no_bit_of_what_a_model_computes(case, attention):
+    model = loud_model(case)
+    if attention == "sdpa" and case in RESCORING:
+        pytest.skip("stock kernels cannot rescore")
+    model.set_attn_implementation(attention)
+    records = []
+    with torch.no_grad():
+        expected = model(tokens(2)).logits
+        with capture_attention(model, records.append):
+            captured = model(tokens(2)).logits
+    assert torch.equal(captured, expected)
+    assert [record.layer for record in records] == list(range(model.config.n_layer))
+
+
+@pytest.mark.parametrize("case", CONTEXT_FREE)
+def test_a_bias_that_needs_no_forward_pass_is_the_one_of_a_forward_pass(case):
+    model = loud_model(case)
+    alone = position_maps(model, tokens(3), "all", shown="first")
+    beside = position_views(model, tokens(3), "all", shown="first")["bias"]
+    assert torch.equal(alone.values.nan_to_num(), beside.values.nan_to_num())
+    for single, other in zip(alone.maps, beside.maps, strict=True):
+        assert torch.equal(single.profile.mean, other.profile.mean)
+        assert torch.equal(single.context_dependence, other.context_dependence)
+        assert torch.equal(single.diagonal_spread, other.diagonal_spread)
+
+
+def test_a_logit_scale_and_a_sink_are_part_of_what_is_captured():
+    class Scaled(lw.Encoding):
+        paper = "unpublished"
+        kind = lw.LevelBias
+
+        def bias(self, x, layout, state=None):
+            level = layout.query.double()[:, None]
+            return lw.LevelBias(level, level, torch.full((1, 3, 1), 0.5))
+
+        def logit_scale(self, x, layout):
+            return layout.query.float().add(1).log1p()[:, None]
+
+        def sink(self, x):
+            return torch.tensor([0.5, -1.0, 2.0])
+
+    lw.register("scaled", Scaled)
+    try:
+        model = LengthwiseForCausalLM(make_config("none", encoding="scaled"))
+        views = position_views(model, tokens(2), shown="first")
+        own = model(tokens(2), output_attentions=True).attentions[-1][0]
+    finally:
+        del lw.ENCODINGS["scaled"]
+    weights = views["weights"].values.nan_to_num()
+    torch.testing.assert_close(weights, own)
+    assert (weights.sum(-1) < 1).all()
+    torch.testing.assert_close(views["bias"].values + views["content"].values, views["scores"].values, equal_nan=True)
+    assert views["bias"].maps[0].tiles is not None
 
 
 @pytest.mark.parametrize("case", ["alibi", "cable", "rope-dynamic", *RESCORING])
@@ -191,7 +251,7 @@ def test_an_encoding_of_ones_own_is_seen_like_any_other_and_its_bias_is_left_alo
         paper = "unpublished"
         kind = lw.DenseBias
 
-        def bias(self, x, query, key, state=None, start=None):
+        def bias(self, x, layout, state=None):
             return lw.DenseBias(own)
 
     lw.register("half", Half)
@@ -207,12 +267,12 @@ def test_an_encoding_of_ones_own_is_seen_like_any_other_and_its_bias_is_left_alo
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"layer": 2}, "layer must be a whole number from -2 to 1, since there are 2; 2 came"),
-        ({"layer": []}, "layer must name one layer at least"),
+        ({"layer": 2}, "layer must be an int from -2 to 1, since there are 2, got 2"),
+        ({"layer": []}, "layer must name at least one layer"),
         ({"layer": "last"}, "layer must be 'all', got 'last'"),
         ({"what": "biases"}, "what must be 'bias' or 'content'"),
         ({"shown": "second"}, "shown must be 'first' or 'mean'"),
-        ({"part": "encoder"}, "only one kind of attention; 'encoder' came"),
+        ({"part": "encoder"}, "one kind of attention.*got 'encoder'"),
         ({"resolution": 0}, "resolution must be a positive int"),
         ({"decoder_input_ids": torch.ones(1, 3, dtype=torch.long)}, "decoder_input_ids are for models with an encoder"),
         ({"attention_mask": torch.ones(1, 3, dtype=torch.long)}, "attention_mask must be"),
@@ -224,9 +284,9 @@ def test_a_wish_that_cannot_be_met_is_answered_with_what_can(asked, words):
 
 
 def test_text_of_no_tokens_or_of_too_many_is_refused():
-    with pytest.raises(ValueError, match="must hold a token at least"):
+    with pytest.raises(ValueError, match="must hold at least one token"):
         position_maps(loud_model("alibi"), torch.ones(1, 0, dtype=torch.long))
-    with pytest.raises(ValueError, match=r"takes 64 tokens at most.*65 came.*Cut them"):
+    with pytest.raises(ValueError, match=r"takes at most 64 tokens.*got 65.*Cut them"):
         position_maps(loud_model("learned"), tokens(1, length=65), what="scores")
     with pytest.raises(TypeError, match="input_ids must be an integer tensor"):
         position_maps(loud_model("alibi"), torch.ones(1, 4))

@@ -11,8 +11,8 @@ from model_kit import LENGTH, loud_model, tokens
 from lengthwise.bias import FunctionBias, SumBias
 from lengthwise.encodings.kerple import kerple_log
 from lengthwise.inspect import position_maps, position_views
-from lengthwise.inspect.cells import Cells
-from lengthwise.inspect.look import position_records
+from lengthwise.inspect.lazy_scores import LazyScores
+from lengthwise.inspect.model_maps import position_records
 from lengthwise.views.page import Page, Snapshot
 from lengthwise.views.page.html import document
 from lengthwise.views.style import colour_scale
@@ -88,7 +88,7 @@ def test_numbers_read_from_the_page_are_those_of_the_tensors(browser, tmp_path, 
 def test_a_tile_is_shown_as_its_mean_its_least_and_its_greatest_and_a_head_in_detail_as_single_cells(browser, tmp_path):
     model, ids = loud_model("rope-dynamic"), tokens(1)
     maps = position_maps(model, ids, "all", "scores", resolution=7)
-    exact = Cells(position_records(model, ids)).part("scores", 0, 1, slice(0, LENGTH), slice(0, LENGTH))
+    exact = LazyScores(position_records(model, ids)).part("scores", 0, 1, slice(0, LENGTH), slice(0, LENGTH))
     page = open_page(browser, tmp_path, Page([[Snapshot({"scores": maps}, detail={"scores": {(0, 1): exact}})]]))
     page.go(18, 6)
     tiles = maps.maps[0].tiles

@@ -19,10 +19,10 @@ from lengthwise.encodings import PositionError
 from lengthwise.errors import check_int
 from lengthwise.evaluate.config import Protocol
 from lengthwise.evaluate.corpus import Corpus
-from lengthwise.evaluate.limits import check_length
 from lengthwise.evaluate.losses import fitting_chunk, token_losses
 from lengthwise.evaluate.statistics import Interval, bootstrap
 from lengthwise.evaluate.windows import Window, WindowPlan, plan_windows
+from lengthwise.model.families import check_length
 
 BATCH_TOKENS = 8192
 """Tokens in a batch of windows, unless one window has more."""

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lengthwise.data.tokenizers import encode
 from lengthwise.encodings import PositionError
-from lengthwise.evaluate.limits import check_length
 from lengthwise.evaluate.losses import fitting_chunk, last_logits
 from lengthwise.evaluate.statistics import Interval
+from lengthwise.model.families import check_length
 from lengthwise.tasks import Example, examples, find_task
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)

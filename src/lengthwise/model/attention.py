@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lengthwise.attention import attend, checked_call, explain
 from lengthwise.bias import Bias, at_least_float32
@@ -23,6 +24,12 @@ NAME = "lengthwise" if __name__.startswith("lengthwise.") else __name__
 
 Output = tuple[Float[Tensor, "batch query head dim"], Tensor | None]
 """The output with heads third, and the weights or None."""
+
+CAPTURE = f"{NAME}_capture"
+"""The function that `model/families/lengthwise.py` registers: it calls another one and reports its arguments."""
+
+DESCRIBED = (NAME, "eager", CAPTURE)
+"""Implementations that take the bias as it is described."""
 
 
 def lengthwise_attention(
@@ -69,6 +76,26 @@ def eager_attention(
 ) -> Output:
     """Attention in plain matrices, for those who want the weights."""
     return lengthwise_attention(module, query, key, value, None, **(kwargs | {"output_attentions": True}))
+
+
+def run_attention(
+    implementation: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    bias: Bias | None,
+    layout: TokenLayout,
+    **parts: Any,
+) -> Output:
+    """Attention by the implementation of that name, with its inputs as it takes them."""
+    attention = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
+    if implementation in DESCRIBED:
+        return attention(module, query, key, value, None, bias=bias, layout=layout, **parts)
+    qkv, mask, dense = stock_inputs(query, key, value, bias, layout, implementation=implementation)
+    out, weights = attention(module, *qkv, mask, scaling=module.scaling, dropout=0.0, position_bias=dense, **parts)
+    return out, None if weights is None else weights.to(query.dtype)
 
 
 def stock_inputs(

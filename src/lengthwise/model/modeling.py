@@ -9,7 +9,6 @@ Weights have GPT-2's names, so its checkpoints load; `learned` is `transformer.w
 """
 
 import math
-from collections.abc import Callable
 from typing import Any, Unpack
 
 import torch
@@ -29,7 +28,7 @@ from transformers.utils.output_capturing import capture_outputs
 from lengthwise.bias import Bias, SumBias
 from lengthwise.encodings import Encoding
 from lengthwise.encodings.registry import build
-from lengthwise.model.attention import NAME, eager_attention, stock_inputs
+from lengthwise.model.attention import NAME, run_attention
 from lengthwise.model.cache import remember
 from lengthwise.model.checkpoint_checks import checked_checkpoint, checked_loading
 from lengthwise.model.configuration import LengthwiseConfig
@@ -38,6 +37,9 @@ from lengthwise.model.losses import head_loss
 from lengthwise.token_layout import TokenLayout
 
 logger = logging.get_logger(__name__)
+
+UNSUPPORTED = ("flash", "paged", "lengthwise_")
+"""Attention functions that take no bias, and those by which `lengthwise.inspect` captures others."""
 
 
 def make_encoding(config: LengthwiseConfig) -> Encoding:
@@ -101,31 +103,12 @@ class LengthwiseAttention(nn.Module):
             "logit_scale": encoding.logit_scale(x, layout),
             "sink": encoding.sink(x),
         }
-        out, weights = self._attend(q, k, v, bias, encoding, layout, **parts, **kwargs)
+        implementation = self.config._attn_implementation
+        out, weights = run_attention(implementation, self, q, k, v, bias=bias, layout=layout, **parts, **kwargs)
         if room and weights is not None:
             weights = F.pad(weights, (0, room))
         out = self.c_proj(out.to(x.dtype).flatten(2))
         return self.resid_dropout(out), weights
-
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Bias | None,
-        encoding: Encoding,
-        layout: TokenLayout,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        implementation = self.config._attn_implementation
-        attention: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
-            implementation, eager_attention
-        )
-        if implementation in (NAME, "eager"):
-            return attention(self, q, k, v, None, bias=bias, layout=layout, **kwargs)
-        qkv, mask, dense = stock_inputs(q, k, v, bias, layout, implementation=implementation)
-        out, weights = attention(self, *qkv, mask, scaling=self.scaling, dropout=0.0, position_bias=dense, **kwargs)
-        return out, None if weights is None else weights.to(q.dtype)
 
 
 class LengthwiseMLP(nn.Module):
@@ -208,7 +191,8 @@ class LengthwisePreTrainedModel(PreTrainedModel):
         """Ours if none is asked for; a refusal by name of those that take no bias, or would drop a rescore."""
         if attn_implementation in (None, NAME):
             return NAME
-        known = ["eager", *(n for n in ALL_ATTENTION_FUNCTIONS.valid_keys() if "flash" not in n and "paged" not in n)]
+        names = ALL_ATTENTION_FUNCTIONS.valid_keys()
+        known = ["eager", *(name for name in names if not any(word in name for word in UNSUPPORTED))]
         if attn_implementation not in known:
             why = "it takes no bias" if "flash" in attn_implementation else f"known are {', '.join(map(repr, known))}"
             raise ValueError(f'Specified `attn_implementation="{attn_implementation}"` is not supported: {why}.')

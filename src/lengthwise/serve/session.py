@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 from torch import nn
 
 from lengthwise.errors import check_int
-from lengthwise.inspect.cells import Cells
-from lengthwise.inspect.record import Record
+from lengthwise.inspect.lazy_scores import LazyScores
 from lengthwise.loading import LoadedModel, TokenSample, load_model
+from lengthwise.model.families import AttentionRecord
 from lengthwise.serve.catalog import Catalog
 from lengthwise.show.options import ShowOptions, compute_views, layer_count
 from lengthwise.show.page import TILES, training_snapshots
@@ -79,7 +79,7 @@ class Session:
         self.catalog, self.limit = catalog, limit
         self._models: LastUsed[LoadedModel] = LastUsed(MODELS)
         self._samples: LastUsed[TokenSample] = LastUsed(SAMPLES)
-        self._cells: LastUsed[Cells] = LastUsed(LOOKS)
+        self._cells: LastUsed[LazyScores] = LastUsed(LOOKS)
         self._turn, self._cells_lock = threading.Lock(), threading.Lock()
 
     def look(
@@ -101,9 +101,9 @@ class Session:
                     "server with a larger --max-tokens"
                 )
             layers = options.layers("all")
-            cells = Cells()
+            cells = LazyScores()
 
-            def on_record(record: Record) -> None:
+            def on_record(record: AttentionRecord) -> None:
                 cells.add(record)
                 progress.done += 1
                 progress.check()
@@ -150,5 +150,5 @@ def _before_each_module(model: nn.Module, check: Callable[[], None]) -> Iterator
             hook.remove()
 
 
-def _forgotten() -> Cells:
+def _forgotten() -> LazyScores:
     raise LookupError("this look is not in memory any more, since later ones took its place; look again")

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lengthwise.inspect.look import position_views, route_into
-from lengthwise.inspect.record import Record
+from lengthwise.inspect import position_views
 from lengthwise.loading import INITIAL_LENGTH, LoadedModel, TokenSample, load_model, sample_tokens
+from lengthwise.model.families import AttentionRecord, family_of
 from lengthwise.views import PositionMaps, What
 
 Layers = list[int] | Literal["all"]
@@ -46,7 +46,7 @@ class ShowOptions:
         """The tokens that a model reads."""
         length = self.length
         if length is None and self.text is None:
-            limit = route_into(loaded.model).limit
+            limit = family_of(loaded.model).max_length
             length = min(INITIAL_LENGTH, limit or INITIAL_LENGTH)
         return sample_tokens(loaded, length=length, text=self.text, seed=self.seed, count=SEQUENCES)
 
@@ -64,7 +64,7 @@ def compute_views(
     *,
     part: str | None = None,
     tiles: int | None = None,
-    on_record: Callable[[Record], None] | None = None,
+    on_record: Callable[[AttentionRecord], None] | None = None,
 ) -> dict[What, PositionMaps]:
     """Views of a model, all if none are named, from one forward pass.
 
@@ -95,7 +95,7 @@ TILED = 3
 
 def layer_count(loaded: LoadedModel, layers: Layers, part: str | None = None) -> int:
     """How many layers of a model are looked at."""
-    depths = route_into(loaded.model).depths
+    depths = family_of(loaded.model).depths
     depth = next(iter(depths.values())) if part is None else depths.get(part, 1)
     return depth if layers == "all" else len(layers)
 

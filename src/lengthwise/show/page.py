@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lengthwise.inspect.cells import KINDS, Cells
+from lengthwise.inspect.lazy_scores import QUANTITIES, LazyScores
 from lengthwise.loading import LoadedModel
 from lengthwise.runs import Run
 from lengthwise.show.options import Layers, ShowOptions, check_names, compute_views, layer_count, parse_heads
@@ -49,7 +49,7 @@ def model_snapshots(name: str, options: ShowOptions) -> tuple[list[Snapshot], st
         )
     layers = options.layers("all")
     _check_detail(detail, loaded, layers, options.part)
-    cells = Cells()
+    cells = LazyScores()
     views = compute_views(
         loaded,
         sample,
@@ -87,8 +87,8 @@ def _check_detail(heads: list[tuple[int, int]], loaded: LoadedModel, layers: Lay
 
 
 def _every_cell(
-    cells: Cells, heads: list[tuple[int, int]], views: Mapping[What, PositionMaps]
+    cells: LazyScores, heads: list[tuple[int, int]], views: Mapping[What, PositionMaps]
 ) -> dict[What, dict[tuple[int, int], Tensor]]:
     """Every number of some heads, in every view that is not described anyway."""
-    tiled = [what for what, maps in views.items() if what in KINDS and any(m.tiles is not None for m in maps.maps)]
+    tiled = [what for what, maps in views.items() if what in QUANTITIES and any(m.tiles is not None for m in maps.maps)]
     return {what: {place: cells.whole(what, *place) for place in heads} for what in tiled}

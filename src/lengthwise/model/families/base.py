@@ -1,0 +1,186 @@
+"""What is known of a family of models, and what one call of its attention looks like: the same for every family.
+
+A `Family` stands for one model: which encoding it has, how many layers of which kind, how long a text may be, how its
+attention is captured. A family is one file with one subclass. Nothing here computes scores: see `lengthwise.inspect`.
+
+    content = scale q k^T, capped
+    scores  = logit_scale (content + bias), or what a rescore makes of both
+    weights = softmax(scores) over the visible keys, and a sink where the model has one
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from lengthwise.bias import Bias, LevelBias, at_least_float32
+from lengthwise.rescore import Rescore
+
+Mask = Callable[[slice, slice], Bool[Tensor, "#batch 1 row column"]]
+"""True where a key is visible, for some rows and columns."""
+
+Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Queries and keys rotated by the positions 0, 1, 2, ..."""
+
+POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings")
+"""What transformers calls a table of positions."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rotary:
+    """How a rotary layer rotates, and its queries and keys before that."""
+
+    unrotated: Callable[[], tuple[Tensor, Tensor] | None]
+    """None where the rotation cannot be undone."""
+    rotate: Rotate
+    query_mask: Bool[Tensor, "#batch query"] | None = None
+    """False for padding."""
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionRecord:
+    """One call of one attention layer. `out` is the layer's own output, before its last projection."""
+
+    layer: int
+    q: Float[Tensor, "batch head query dim"]
+    k: Float[Tensor, "batch kv_head key dim"]
+    v: Float[Tensor, "batch kv_head key value"]
+    out: Float[Tensor, "batch head query value"]
+    scale: float
+    mask: Mask
+    causal: bool
+    part: str = ""
+    """"encoder", "decoder" or "cross" in models with several kinds of attention."""
+    bias: Bias | None = None
+    context_free: bool = False
+    """Whether the bias is known to depend on positions alone."""
+    rescore: Rescore | None = None
+    softcap: float | None = None
+    logit_scale: Float[Tensor, "#batch #head query"] | None = None
+    sink: Float[Tensor, "#batch head #query"] | None = None
+    rotary: Rotary | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch, head, query, key)."""
+        batch, heads, queries, _ = self.q.shape
+        return batch, heads, queries, self.k.shape[2]
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether there is a positional term: an additive bias, or what a rescore adds to the content."""
+        return self.bias is not None or self.rescore is not None
+
+
+OnRecord = Callable[[AttentionRecord], None]
+
+Selected = Callable[[int, str], bool]
+"""Whether a layer of a part is to be captured."""
+
+
+class Family(ABC):
+    """One model, by what is known of its family."""
+
+    reroutes: ClassVar[bool] = False
+    """Whether transformers may choose another path while attention is captured: the output must then be compared."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    @classmethod
+    @abstractmethod
+    def accepts(cls, model: nn.Module) -> bool:
+        """Whether the model is of this family."""
+
+    @property
+    @abstractmethod
+    def encoding(self) -> str:
+        """The name of the positional encoding; several are joined by "+"."""
+
+    @property
+    @abstractmethod
+    def depths(self) -> Mapping[str, int]:
+        """The number of layers by part; the part is "" where there is only one."""
+
+    @property
+    def max_length(self) -> int | None:
+        """The longest sequence that the model has positions for; None if there is no end."""
+        return None
+
+    @abstractmethod
+    def capture(self, on_record: OnRecord, selected: Selected) -> AbstractContextManager[None]:
+        """Report every call of the selected layers while the context is open; the model is left as it was."""
+
+    def position_bias(self, layer: int, length: int) -> Bias | None:
+        """A layer's bias where positions alone decide it and it can be had without a forward pass."""
+        return None
+
+    def check_attention(self, *supported: str, reason: str) -> None:
+        """An error unless the model runs one of these attention implementations."""
+        implementation = self.model.config._attn_implementation
+        if implementation not in supported:
+            names = " or ".join(map(repr, supported))
+            raise NotImplementedError(
+                f"{type(self.model).__name__} can be captured under attn_implementation {names}, got "
+                f"{implementation!r}: {reason}"
+            )
+
+
+def position_table(model: nn.Module) -> nn.Embedding | None:
+    """A model's learned or fixed table of positions, if it has one."""
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in POSITION_TABLES and isinstance(module, nn.Embedding):
+            return module
+    return None
+
+
+def table_length(model: nn.Module) -> int | None:
+    """The longest sequence that a model's table of positions has a row for; None without a table.
+
+    OPT and BART leave the first rows out (`offset`), RoBERTa and MPNet begin after the row for padding.
+    """
+    table = position_table(model)
+    if table is None:
+        return None
+    unused = 0 if table.padding_idx is None else table.padding_idx + 1
+    return int(table.num_embeddings - getattr(table, "offset", unused))
+
+
+def visible(mask: Tensor) -> Bool[Tensor, "*shape"]:
+    """True where a mask of transformers shows a key: booleans as they are, numbers that are added unless huge."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+
+
+def visible_keys(mask: Tensor | None, q: Tensor, k: Tensor, *, causal: bool) -> Bool[Tensor, "#batch 1 query key"]:
+    """The visible keys of every query, from transformers' mask or, without one, from causality alone."""
+    queries, keys = q.shape[2], k.shape[2]
+    if mask is not None:
+        return visible(mask)[..., :keys].expand(-1, -1, queries, -1)
+    every = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=q.device)
+    return every.tril(keys - queries) if causal else every
+
+
+def sliced(shown: Bool[Tensor, "#batch 1 query key"]) -> Mask:
+    """A mask that is there as a whole."""
+    return lambda rows, columns: shown[:, :, rows, columns]
+
+
+def split_heads(merged: Float[Tensor, "batch query width"], heads: int) -> Float[Tensor, "batch head query dim"]:
+    """Heads side by side in the last axis, as an axis of their own."""
+    return merged.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def key_level_bias(levels: Float[Tensor, "batch head key"], queries: int) -> LevelBias:
+    """What families with ALiBi add, level[j], less level[i]: the same to a softmax, and 0 on the diagonal.
+
+    The numbers are taken as the model has them, rounded as it rounds them.
+    """
+    if (levels == levels[:1]).all():
+        levels = levels[:1]
+    one, levels = at_least_float32(levels.new_ones(1, 1, 1)), levels.double()
+    return LevelBias(levels[..., levels.shape[-1] - queries :], levels, one)

@@ -1,0 +1,182 @@
+"""Lengthwise models: the encoding's own bias, described, and queries and keys as they meet.
+
+They are captured by an attention function of their own, which calls the one that the model runs under and reports its
+arguments. A Lengthwise model makes its layout itself, so nothing else depends on the function's name.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from lengthwise.attention import checked_call
+from lengthwise.bias import Bias
+from lengthwise.encodings import Encoding
+from lengthwise.model.attention import CAPTURE, Output, run_attention
+from lengthwise.model.families.base import AttentionRecord, Family, OnRecord, Rotary, Selected
+from lengthwise.model.modeling import LengthwiseAttention, LengthwisePreTrainedModel
+from lengthwise.rescore import Rescore
+from lengthwise.token_layout import TokenLayout, layout
+
+
+class LengthwiseFamily(Family):
+    """Our own models, with any encoding."""
+
+    model: LengthwisePreTrainedModel
+
+    @classmethod
+    def accepts(cls, model: nn.Module) -> bool:
+        """Whether the model is built from this package, and not from a copy of its code."""
+        return isinstance(model, LengthwisePreTrainedModel)
+
+    @property
+    def encoding(self) -> str:
+        """As its config says."""
+        return self.model.config.encoding
+
+    @property
+    def depths(self) -> Mapping[str, int]:
+        """One part."""
+        return {"": self.model.config.n_layer}
+
+    @property
+    def max_length(self) -> int | None:
+        """The least limit of its encodings."""
+        limits = [part.limit for part in self.model.modules() if isinstance(part, Encoding)]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    @property
+    def layers(self) -> list[LengthwiseAttention]:
+        """The attention layers in order."""
+        return [module for module in self.model.modules() if isinstance(module, LengthwiseAttention)]
+
+    def encoding_of(self, layer: LengthwiseAttention) -> Encoding:
+        """The encoding of a layer: its own, or the one that all share."""
+        body = self.model.base_model
+        shared = body.wpe if self.model.config.embeds else getattr(body, "encoding", None)
+        encoding = getattr(layer, "encoding", shared)
+        assert isinstance(encoding, Encoding)
+        return encoding
+
+    def position_bias(self, layer: int, length: int) -> Bias | None:
+        """What a context-free encoding adds; nothing else in a layer may change it."""
+        encoding = self.encoding_of(self.layers[layer])
+        changed = any(encoding.overrides(hook) for hook in ("rescore", "logit_scale"))
+        if not encoding.context_free or changed:
+            return None
+        weight = self.model.get_input_embeddings().weight
+        x = torch.zeros(1, length, self.model.config.n_embd, dtype=weight.dtype, device=weight.device)
+        return encoding.bias(x, layout(x))
+
+    @contextmanager
+    def capture(self, on_record: OnRecord, selected: Selected) -> Iterator[None]:
+        """Put the capturing attention function in the place of the model's own, and that back at the end."""
+        config = self.model.config
+        calls = _Calls(self, config._attn_implementation, on_record, selected)
+        token = _calls.set(calls)
+        with ExitStack() as stack:
+            stack.callback(_calls.reset, token)
+            for layer in self.layers:
+                stack.callback(layer.register_forward_pre_hook(calls.keep_tokens).remove)
+            stack.callback(setattr, config, "_attn_implementation_internal", calls.implementation)
+            config._attn_implementation_internal = CAPTURE
+            yield
+
+
+@dataclass
+class _Calls:
+    """What the capturing function reports to, for one model."""
+
+    family: LengthwiseFamily
+    implementation: str
+    on_record: OnRecord
+    selected: Selected
+    tokens: dict[int, Tensor] = field(default_factory=dict)
+
+    def keep_tokens(self, layer: LengthwiseAttention, args: tuple[Any, ...]) -> None:
+        """Remember what a layer gets: the attention function sees queries and keys after rotation only."""
+        self.tokens.clear()
+        self.tokens[layer.layer_idx] = args[0]
+
+    def report(
+        self,
+        layer: LengthwiseAttention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        own_layout: TokenLayout,
+        *,
+        bias: Bias | None,
+        rescore: Rescore | None,
+        logit_scale: Tensor | None,
+        sink: Tensor | None,
+    ) -> None:
+        """Record one call, if its layer is selected."""
+        if not self.selected(layer.layer_idx, ""):
+            return
+        encoding = self.family.encoding_of(layer)
+        call = checked_call(q, k, v, layout=own_layout, bias=bias, rescore=rescore, logit_scale=logit_scale, sink=sink)
+        rotary = None
+        if encoding.overrides("rotate") and not encoding.overrides("state"):
+            rotary = _rotary(layer, encoding, self.tokens[layer.layer_idx], own_layout)
+        record = AttentionRecord(
+            layer=layer.layer_idx,
+            q=q,
+            k=k,
+            v=v,
+            out=out.transpose(1, 2),
+            scale=call.scale,
+            mask=call.visibility.mask,
+            causal=True,
+            bias=bias,
+            context_free=encoding.context_free,
+            rescore=rescore,
+            logit_scale=call.logit_scale,
+            sink=call.sink,
+            rotary=rotary,
+        )
+        self.on_record(record)
+
+
+_calls: ContextVar[_Calls | None] = ContextVar("calls of the capturing function", default=None)
+
+
+def _capture(
+    module: LengthwiseAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    layout: TokenLayout,
+    bias: Bias | None = None,
+    rescore: Rescore | None = None,
+    logit_scale: Tensor | None = None,
+    sink: Tensor | None = None,
+    **kwargs: Any,
+) -> Output:
+    """The attention that the model runs under, and a report of it."""
+    calls = _calls.get()
+    assert calls is not None, "the function is in place while a capture is open"
+    parts: dict[str, Any] = {"bias": bias, "rescore": rescore, "logit_scale": logit_scale, "sink": sink}
+    out, weights = run_attention(calls.implementation, module, query, key, value, layout=layout, **parts, **kwargs)
+    calls.report(module, query, key, value, out, layout, **parts)
+    return out, weights
+
+
+def _rotary(layer: LengthwiseAttention, encoding: Encoding, x: Tensor, own_layout: TokenLayout) -> Rotary:
+    def unrotated() -> tuple[Tensor, Tensor]:
+        q, k, _ = layer.c_attn(x).unflatten(-1, (3, layer.config.n_head, -1)).permute(2, 0, 3, 1, 4)
+        return q, k
+
+    counted = layout(x)
+    return Rotary(unrotated, lambda q, k: encoding.rotate(q, k, counted), own_layout.query_mask)
+
+
+AttentionInterface.register(CAPTURE, _capture)
