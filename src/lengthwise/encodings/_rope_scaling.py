@@ -55,7 +55,7 @@ class Scaling:
             value = getattr(self, f.name)
             if f.name == "wheel" or isinstance(value, bool) or value is None:
                 continue
-            name, lists = SAID.get(f.name, f.name), f.name in ("short_factor", "long_factor")
+            name, lists = COMMENTS.get(f.name, f.name), f.name in ("short_factor", "long_factor")
             if lists and not isinstance(value, tuple):
                 raise ValueError(f"{name} must be a list of numbers, one per pair, got {describe(value)}")
             for single in value if isinstance(value, tuple) else (value,):
@@ -253,7 +253,7 @@ NAMES = {
     "original_max_position_embeddings": "original_length",
     "partial_rotary_factor": "part",
 }
-SAID = {ours: theirs for theirs, ours in NAMES.items()}
+COMMENTS = {ours: theirs for theirs, ours in NAMES.items()}
 
 
 def make_scaling(options: Mapping[str, object] | None, wheel: Wheel) -> Scaling:
@@ -270,10 +270,10 @@ def make_scaling(options: Mapping[str, object] | None, wheel: Wheel) -> Scaling:
     rule = SCALINGS[kind]
     own = {f.name: f for f in fields(rule) if f.name != "wheel"}
     values = {NAMES.get(name, name): tuple(v) if isinstance(v, list) else v for name, v in given.items()}
-    missing = [SAID.get(name, name) for name, f in own.items() if f.default is MISSING and name not in values]
+    missing = [COMMENTS.get(name, name) for name, f in own.items() if f.default is MISSING and name not in values]
     wrong = [name for name in given if NAMES.get(name, name) not in own]
     if missing or wrong:
-        known = ", ".join(repr(SAID.get(name, name)) for name in own) or "none"
+        known = ", ".join(repr(COMMENTS.get(name, name)) for name in own) or "none"
         fault = f"lacks {missing[0]!r}" if missing else f"does not know {wrong[0]!r}"
         raise ValueError(f"rope scaling {kind!r} {fault}; known: {known}")
     return rule(wheel, **values)

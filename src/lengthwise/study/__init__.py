@@ -1,4 +1,4 @@
 """Several encodings trained, measured and drawn, and one report of it: the main job.
 
-config.py has the options of a study, runs.py its runs, execute.py does it, results.py and report.py have what came out.
+config.py has the options of a study, runs.py its runs, execute.py does it, results.py has what was measured, report.py writes it.
 """
