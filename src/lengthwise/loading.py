@@ -155,7 +155,11 @@ def _only_checkpoint(folder: Path) -> Path:
     weights = folder.rglob("*.safetensors") if folder.is_dir() else ()
     checkpoints = sorted({path.parent for path in weights if (path.parent / "config.json").is_file()})
     if len(checkpoints) != 1:
-        got = f"which has several: {', '.join(map(str, checkpoints))}" if checkpoints else "which has neither config.yaml nor config.json"
+        got = (
+            f"which has several: {', '.join(map(str, checkpoints))}"
+            if checkpoints
+            else "which has neither config.yaml nor config.json"
+        )
         raise LoadError(f"{_EXPECTED}, got {str(folder)!r}, {got}")
     return checkpoints[0]
 

@@ -1,14 +1,14 @@
 """Attention with a described bias: one door, several backends; plan.py says what a backend is."""
 
 from types import ModuleType
-from typing import Literal, overload
+from typing import Literal, Unpack, overload
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lengthwise.attention import flex, native, reference, row_block, sdpa
-from lengthwise.attention.call import AttentionCall, checked_call
+from lengthwise.attention.call import AttentionCall, CallOptions, checked_call
 from lengthwise.attention.merge import merge
 from lengthwise.attention.plan import Output, Plan, Refusal
 from lengthwise.attention.reference import Explanation
@@ -47,39 +47,15 @@ def attend(
     k: Tensor,
     v: Tensor,
     *,
-    layout: TokenLayout | None = ...,
-    causal: bool = ...,
-    key_mask: Tensor | None = ...,
-    bias: Bias | None = ...,
-    rescore: Rescore | None = ...,
-    window: Window | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    logit_scale: Tensor | None = ...,
-    sink: Tensor | None = ...,
     backend: str = ...,
     return_lse: Literal[False] = ...,
+    **options: Unpack[CallOptions],
 ) -> Tensor: ...
 
 
 @overload
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    layout: TokenLayout | None = ...,
-    causal: bool = ...,
-    key_mask: Tensor | None = ...,
-    bias: Bias | None = ...,
-    rescore: Rescore | None = ...,
-    window: Window | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    logit_scale: Tensor | None = ...,
-    sink: Tensor | None = ...,
-    backend: str = ...,
-    return_lse: Literal[True],
+    q: Tensor, k: Tensor, v: Tensor, *, backend: str = ..., return_lse: Literal[True], **options: Unpack[CallOptions]
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -145,19 +121,12 @@ def explain(
     k: Float[Tensor, "batch kv_head key dim"],
     v: Float[Tensor, "batch kv_head key value"],
     *,
-    layout: TokenLayout | None = None,
-    causal: bool = True,
-    key_mask: Bool[Tensor, "#batch key"] | None = None,
-    bias: Bias | None = None,
-    rescore: Rescore | None = None,
-    window: Window | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    logit_scale: Float[Tensor, "#batch #head query"] | None = None,
-    sink: Float[Tensor, " head"] | Float[Tensor, "#batch head #query"] | None = None,
     matrices: bool = True,
+    **options: Unpack[CallOptions],
 ) -> Explanation:
     """What `attend` computes on the way, by the reference: statistics of every row, and the matrices, quadratic.
+
+    It takes what `attend` takes, but for the backend.
 
     Without `matrices` memory is linear in length: the output, log-sum-exp, entropy, largest score and sink's weight of
     every row alone.
@@ -167,21 +136,7 @@ def explain(
     tensor([[1.0000, 0.0000],
             [0.5000, 0.5000]])
     """
-    call = checked_call(
-        q,
-        k,
-        v,
-        layout=layout,
-        causal=causal,
-        key_mask=key_mask,
-        bias=bias,
-        rescore=rescore,
-        window=window,
-        scale=scale,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        sink=sink,
-    )
+    call = checked_call(q, k, v, **options)
     if matrices:
         choose(call, "reference")
     with without_autocast(q):

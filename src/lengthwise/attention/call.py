@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from jaxtyping import Bool, Float
@@ -143,6 +143,21 @@ class AttentionCall:
         extras += [name for name in ("logit_scale", "sink") if getattr(self, name) is not None]
         extras += ["return_lse"] * self.return_lse
         return "\n".join(lines + [f"    with     {', '.join(extras)}"] * bool(extras))
+
+
+class CallOptions(TypedDict, total=False):
+    """The arguments of `attend` beside q, k, v; see there."""
+
+    layout: TokenLayout | None
+    causal: bool
+    key_mask: Tensor | None
+    bias: Bias | None
+    rescore: Rescore | None
+    window: Window | None
+    scale: float | None
+    softcap: float | None
+    logit_scale: Tensor | None
+    sink: Tensor | None
 
 
 def checked_call(

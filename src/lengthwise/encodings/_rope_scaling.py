@@ -27,7 +27,7 @@ Frequencies = Float[Tensor, "*position pair"]
 
 
 @dataclass(frozen=True)
-class Wheel:
+class RopeBase:
     """The frequencies before any stretching."""
 
     base: float
@@ -47,15 +47,15 @@ class Wheel:
 class Scaling:
     """No stretching; the base of all rules."""
 
-    wheel: Wheel
+    rope_base: RopeBase
     length_dependent: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
-            if f.name == "wheel" or isinstance(value, bool) or value is None:
+            if f.name == "rope_base" or isinstance(value, bool) or value is None:
                 continue
-            name, lists = COMMENTS.get(f.name, f.name), f.name in ("short_factor", "long_factor")
+            name, lists = THEIR_NAMES.get(f.name, f.name), f.name in ("short_factor", "long_factor")
             if lists and not isinstance(value, tuple):
                 raise ValueError(f"{name} must be a list of numbers, one per pair, got {describe(value)}")
             for single in value if isinstance(value, tuple) else (value,):
@@ -63,7 +63,7 @@ class Scaling:
 
     def frequencies(self, length: Positions) -> Frequencies:
         """Radians per position, per pair; `length` is that of each token's document."""
-        return self.wheel.plain(length.device)
+        return self.rope_base.plain(length.device)
 
     @property
     def factor(self) -> float:
@@ -79,7 +79,7 @@ class Linear(Scaling):
 
     def frequencies(self, length: Positions) -> Frequencies:
         """All pairs slowed alike."""
-        return self.wheel.plain(length.device) / self.stretch
+        return self.rope_base.plain(length.device) / self.stretch
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,12 @@ class Ntk(Scaling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_pairs(self.wheel)
+        _check_pairs(self.rope_base)
 
     def frequencies(self, length: Positions) -> Frequencies:
         """Slow pairs slowed by the factor, fast ones hardly."""
-        base = self.wheel.base * self.stretch ** (self.wheel.dim / (self.wheel.dim - 2))
-        return 1 / base ** self.wheel.exponents(length.device)
+        base = self.rope_base.base * self.stretch ** (self.rope_base.dim / (self.rope_base.dim - 2))
+        return 1 / base ** self.rope_base.exponents(length.device)
 
 
 @dataclass(frozen=True)
@@ -107,14 +107,14 @@ class DynamicNtk(Scaling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_pairs(self.wheel)
+        _check_pairs(self.rope_base)
 
     def frequencies(self, length: Positions) -> Frequencies:
         """Each token's by the length of its document."""
-        relative = length.clamp(min=self.wheel.train_length).float()[..., None] / self.wheel.train_length
+        relative = length.clamp(min=self.rope_base.train_length).float()[..., None] / self.rope_base.train_length
         growth = self.stretch * relative - (self.stretch - 1)
-        base = self.wheel.base * growth ** (self.wheel.dim / (self.wheel.dim - 2))
-        return 1 / base ** self.wheel.exponents(length.device)
+        base = self.rope_base.base * growth ** (self.rope_base.dim / (self.rope_base.dim - 2))
+        return 1 / base ** self.rope_base.exponents(length.device)
 
 
 @dataclass(frozen=True)
@@ -135,16 +135,16 @@ class Yarn(Scaling):
         low, high = self._pair_turning(self.beta_fast), self._pair_turning(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, self.wheel.dim - 1)
-        pairs = torch.arange(self.wheel.dim // 2, dtype=torch.float32, device=length.device)
+        low, high = max(low, 0), min(high, self.rope_base.dim - 1)
+        pairs = torch.arange(self.rope_base.dim // 2, dtype=torch.float32, device=length.device)
         divided = ((pairs - low) / (high - low if high != low else 0.001)).clamp(0, 1)
-        plain = self.wheel.plain(length.device)
+        plain = self.rope_base.plain(length.device)
         return plain / self.stretch * divided + plain * (1 - divided)
 
     def _pair_turning(self, times: float) -> float:
         """The pair, as a real number, that turns so many times within the training length."""
-        wavelength = (self.original_length or self.wheel.train_length) / times
-        return self.wheel.dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(self.wheel.base))
+        wavelength = (self.original_length or self.rope_base.train_length) / times
+        return self.rope_base.dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(self.rope_base.base))
 
     @property
     def factor(self) -> float:
@@ -173,9 +173,9 @@ class LongRope(Scaling):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("short_factor", "long_factor"):
-            if len(getattr(self, name)) != self.wheel.dim // 2:
+            if len(getattr(self, name)) != self.rope_base.dim // 2:
                 raise ValueError(
-                    f"{name} must have one number per pair of channels, {self.wheel.dim // 2}, got "
+                    f"{name} must have one number per pair of channels, {self.rope_base.dim // 2}, got "
                     f"{len(getattr(self, name))}"
                 )
 
@@ -183,11 +183,11 @@ class LongRope(Scaling):
         """Each token's by whether its document is longer than the training length."""
         both = torch.tensor([self.short_factor, self.long_factor], dtype=torch.float32, device=length.device)
         divisor = both[(length > self._original).long()]
-        return 1 / (divisor * self.wheel.base ** self.wheel.exponents(length.device))
+        return 1 / (divisor * self.rope_base.base ** self.rope_base.exponents(length.device))
 
     @property
     def _original(self) -> int:
-        return self.original_length or self.wheel.train_length
+        return self.original_length or self.rope_base.train_length
 
     @property
     def factor(self) -> float:
@@ -216,8 +216,8 @@ class Llama3(Scaling):
 
     def frequencies(self, length: Positions) -> Frequencies:
         """By how often a pair turns within the training length."""
-        plain = self.wheel.plain(length.device)
-        turns = (self.original_length or self.wheel.train_length) * plain / (2 * math.pi)
+        plain = self.rope_base.plain(length.device)
+        turns = (self.original_length or self.rope_base.train_length) * plain / (2 * math.pi)
         kept = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
         return plain * kept + plain / self.stretch * (1 - kept)
 
@@ -231,8 +231,8 @@ class Proportional(Scaling):
 
     def frequencies(self, length: Positions) -> Frequencies:
         """0 for the slowest pairs."""
-        plain = self.wheel.plain(length.device) / self.stretch
-        turning = int(self.part * self.wheel.dim // 2)
+        plain = self.rope_base.plain(length.device) / self.stretch
+        turning = int(self.part * self.rope_base.dim // 2)
         return plain * (torch.arange(len(plain), device=length.device) < turning)
 
 
@@ -253,10 +253,10 @@ NAMES = {
     "original_max_position_embeddings": "original_length",
     "partial_rotary_factor": "part",
 }
-COMMENTS = {ours: theirs for theirs, ours in NAMES.items()}
+THEIR_NAMES = {ours: theirs for theirs, ours in NAMES.items()}
 
 
-def make_scaling(options: Mapping[str, object] | None, wheel: Wheel) -> Scaling:
+def make_scaling(options: Mapping[str, object] | None, rope_base: RopeBase) -> Scaling:
     """A rule from a plain dictionary: "type" (or "rope_type") and the rule's own numbers, e.g. "factor"."""
     if not isinstance(options, Mapping | None):
         raise TypeError(
@@ -268,20 +268,20 @@ def make_scaling(options: Mapping[str, object] | None, wheel: Wheel) -> Scaling:
         known = ", ".join(map(repr, SCALINGS))
         raise ValueError(f"unknown rope scaling {kind!r}; its 'type' must be one of {known}")
     rule = SCALINGS[kind]
-    own = {f.name: f for f in fields(rule) if f.name != "wheel"}
+    own = {f.name: f for f in fields(rule) if f.name != "rope_base"}
     values = {NAMES.get(name, name): tuple(v) if isinstance(v, list) else v for name, v in given.items()}
-    missing = [COMMENTS.get(name, name) for name, f in own.items() if f.default is MISSING and name not in values]
+    missing = [THEIR_NAMES.get(name, name) for name, f in own.items() if f.default is MISSING and name not in values]
     wrong = [name for name in given if NAMES.get(name, name) not in own]
     if missing or wrong:
-        known = ", ".join(repr(COMMENTS.get(name, name)) for name in own) or "none"
+        known = ", ".join(repr(THEIR_NAMES.get(name, name)) for name in own) or "none"
         fault = f"lacks {missing[0]!r}" if missing else f"does not know {wrong[0]!r}"
         raise ValueError(f"rope scaling {kind!r} {fault}; known: {known}")
-    return rule(wheel, **values)
+    return rule(rope_base, **values)
 
 
-def _check_pairs(wheel: Wheel) -> None:
-    if wheel.dim <= 2:
+def _check_pairs(rope_base: RopeBase) -> None:
+    if rope_base.dim <= 2:
         raise ValueError(
-            f"NTK scaling must have two pairs of channels or more, for its d / (d - 2), got head_dim {wheel.dim}; "
+            f"NTK scaling must have two pairs of channels or more, for its d / (d - 2), got head_dim {rope_base.dim}; "
             "'linear' has no such limit"
         )

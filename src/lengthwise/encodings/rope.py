@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lengthwise.bias import at_least_float32
-from lengthwise.encodings._rope_scaling import Wheel, make_scaling
+from lengthwise.encodings._rope_scaling import RopeBase, make_scaling
 from lengthwise.encodings.base import Encoding, Geometry, State
 from lengthwise.errors import check_broadcast, check_choice, check_number, check_tensor
 from lengthwise.token_layout import TokenLayout, run_ends
@@ -43,7 +43,7 @@ class Rope(Encoding):
         check_choice("layout", layout, ("half", "interleaved"), "LLaMA has 'half'.")
         check_number("base", base, "10000 is usual.")
         self.layout = layout
-        self.scaling = make_scaling(scaling, Wheel(base, geometry.head_dim, geometry.train_length))
+        self.scaling = make_scaling(scaling, RopeBase(base, geometry.head_dim, geometry.train_length))
         self.length_dependent = self.scaling.length_dependent
 
     def rotate(
