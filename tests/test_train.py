@@ -162,18 +162,18 @@ def test_a_terminal_has_a_bar_and_anything_else_a_line_now_and_then(monkeypatch,
 
 def test_a_run_tells_whether_it_is_written_or_finished(tmp_path):
     folder = tmp_path / "run"
-    with pytest.raises(FileNotFoundError, match=r"a run is a folder with config\.yaml"):
+    with pytest.raises(FileNotFoundError, match=r"config\.yaml"):
         Run(folder)
     with RunWriter(folder) as writer:
         writer.write_config({"a": 1})
         run = Run(folder)
         assert run.is_being_written
         assert not run.is_finished
-        with pytest.raises(FileNotFoundError, match=r"must be finished .* Wait for it"):
+        with pytest.raises(FileNotFoundError, match="finished"):
             _ = run.final
     assert not run.is_being_written
     assert run.config == {"a": 1}
-    with pytest.raises(FileNotFoundError, match="Go on with: lengthwise train --resume"):
+    with pytest.raises(FileNotFoundError, match="lengthwise train --resume"):
         _ = run.final
 
 
