@@ -84,16 +84,16 @@ def model(files: dict[str, list[dict]]) -> str:
     return "\n".join(lines)
 
 
-def study(found: dict) -> str:
+def study(results: dict) -> str:
     """The default study: perplexity by length, and the rise at eight times the training length."""
-    length = found["train_length"]
-    lengths = sorted(map(int, found["rows"][0]["values"]))
+    length = results["train_length"]
+    lengths = sorted(map(int, results["rows"][0]["values"]))
     far = str(8 * length)
     lines = [
         "| encoding | " + " | ".join(f"{n:,}" for n in lengths) + f" | rise at {int(far):,} |",
         "|---" * (len(lengths) + 2) + "|",
     ]
-    for row in found["rows"]:
+    for row in results["rows"]:
         values = [row["values"][str(n)] for n in lengths]
         near, away = row["values"][str(length)], row["values"][far]
         cells = [
@@ -102,10 +102,10 @@ def study(found: dict) -> str:
             "-" if near is None or away is None else f"{away / near - 1:+.1%}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
-    born, settings = found["born"], found["settings"]
+    born, settings = results["born"], results["settings"]
     lines += [
         "",
-        f"In {'; '.join(found['notes'][:2])}. Trained at {length} tokens, {settings['steps']} steps of "
+        f"In {'; '.join(results['notes'][:2])}. Trained at {length} tokens, {settings['steps']} steps of "
         f"{settings['batch_tokens']:,} tokens; *under-trained* is more than a quarter above the best there, and not to "
         f"be judged beyond. `{born['command']}` on {born['date']}: {born['machine']}, torch "
         f"{born['versions']['torch']}, Python {born['versions']['python']}.",

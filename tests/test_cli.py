@@ -230,6 +230,22 @@ def test_a_config_file_with_an_error_is_one_line(command, content, words, tmp_pa
     assert words in failure_line(capsys, [command, "--config", str(tmp_path / "bad.yaml")])
 
 
+def test_a_run_whose_config_is_damaged_is_not_resumed(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("version: [1\n")
+    assert "config.yaml" in failure_line(capsys, ["train", "--resume", "--out", str(tmp_path)])
+
+
+def test_an_interrupted_command_ends_with_the_exit_code_of_shells_and_no_traceback(monkeypatch, capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(COMMANDS, "info", COMMANDS["info"]._replace(run=interrupted))
+    with pytest.raises(SystemExit) as ended:
+        main(["info"])
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == ""
+
+
 def test_a_config_file_of_the_first_edition_is_read(tmp_path):
     """As its --print_config wrote it, with null for what was left open."""
     path = tmp_path / "old.yaml"

@@ -78,7 +78,7 @@ def test_a_study_writes_one_report_that_opens_offline_and_never_repeats_what_is_
     assert base64.b64decode(re.search(r"base64,([^\"]+)", page)[1]).startswith(b"\x89PNG")
     assert not re.search(r"<script|https?://|<link", page)
     assert "<h1>Crows &lt;b&gt;</h1>" in page
-    assert "learned at 64: this model&#x27;s table of positions ends at 32" in page
+    assert re.search("learned at 64: .*ends at 32", page)
     for words in ("lengthwise train", "peak memory", "torch", "95 % intervals", "Rise on the same tokens"):
         assert words in page
         assert words in (out / "report.md").read_text()
@@ -275,7 +275,7 @@ def test_a_signal_ends_all_runs_with_the_study_each_with_its_checkpoint(tmp_path
     config = small(tmp_path, steps=100_000, jobs=2)
     # What a shell starts in the background is told to ignore Ctrl-C, and by nohup the rest; these tests may be such.
     heard = "import signal as s; s.signal(s.SIGINT, s.default_int_handler); s.signal(s.SIGHUP, s.SIG_DFL)"
-    imports = "from lengthwise.study.config import *; from lengthwise.study.execute import run_study"
+    imports = "from lengthwise.study.config import *; from lengthwise.study import run_study"
     study = subprocess.Popen([sys.executable, "-c", f"{heard}; {imports}; run_study({config!r})"], process_group=0)
     runs = [Path(run.config.out) for run in study_runs(config)]
     try:

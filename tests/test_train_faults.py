@@ -185,7 +185,7 @@ def test_a_config_cannot_bring_objects(tmp_path, capsys):
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text(path.read_text())
-    with pytest.raises(ValueError, match="must be YAML of plain values"):
+    with pytest.raises(ValueError, match="YAML"):
         _ = Run(run).config
 
 

@@ -1,11 +1,12 @@
 """The command line: parsing only. torch is loaded when a command runs, so that --help is fast."""
 
 import logging
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from lengthwise import __version__
 from lengthwise.errors import UserError
@@ -14,6 +15,8 @@ from lengthwise.options import OptionParser, fail
 from lengthwise.study.config import NOT_SHARED, StudyConfig
 from lengthwise.train.config import FORMAT, TrainConfig
 
+P = ParamSpec("P")
+T = TypeVar("T")
 FIXABLE = (
     UserError,
     ArithmeticError,
@@ -56,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(words)
     if chosen.subcommand == "train" and chosen.train.resume:
         # A run continues with its own config; options of the command line are compared with it.
-        parsers["train"].default_config_files = config_of_run(chosen.train.out)
+        parsers["train"].default_config_files = user_errors("train", config_of_run)(chosen.train.out)
         chosen = parser.parse_args(words)
     # Without what jsonargparse notes beside the options, such as the files that it read.
     options = dict(chosen[chosen.subcommand].clone(with_meta=False)) if chosen[chosen.subcommand] else {}
@@ -64,13 +67,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(user_errors(chosen.subcommand, COMMANDS[chosen.subcommand].run)(**options))
 
 
-def user_errors(name: str, run: Callable[..., str]) -> Callable[..., str]:
+def user_errors(name: str, function: Callable[P, T]) -> Callable[P, T]:
     """The same function, but an error that a user can fix ends the command with one line and exit code 2."""
 
-    @wraps(run)
-    def guarded(**options: Any) -> str:
+    @wraps(function)
+    def guarded(*arguments: P.args, **options: P.kwargs) -> T:
         try:
-            return run(**options)
+            return function(*arguments, **options)
+        except KeyboardInterrupt:
+            sys.exit(128 + signal.SIGINT)
         except ModuleNotFoundError as error:
             package = (error.name or "").partition(".")[0]
             extra = EXTRAS.get(package, "lab")

@@ -170,7 +170,12 @@ def resolve_device(device: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         place = torch.device(device)
-        torch.zeros(1, device=place).item()
+        if place.type == "cuda":
+            # Nothing is allocated: each process of a run would take memory of the first GPU.
+            if (place.index or 0) >= torch.cuda.device_count():
+                raise RuntimeError(f"torch finds {torch.cuda.device_count()} GPUs")
+        else:
+            torch.zeros(1, device=place).item()
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         raise LoadError(f"device must be 'auto' or one that works here, got {device!r}: {_first_line(error)}") from None
     return place

@@ -15,6 +15,8 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from jsonargparse import ActionYesNo, ArgumentParser, Namespace
 
+TYPE_NAMES = {int: "an int", float: "a number", str: "a string", type(None): "null"}
+
 
 def option(default: Any, text: str) -> Any:
     """A field of a config with its line for --help; a list or dictionary is made anew for every config."""
@@ -127,9 +129,6 @@ def _as_list(words: list[str], kind: Any) -> list[str]:
     if len(words) == 1 and (words[0].startswith("[") or words[0] == "null"):
         return words
     return [f"[{', '.join(json.dumps(word) if kind is str else word for word in words)}]"] if words else []
-
-
-TYPE_NAMES = {int: "an int", float: "a number", str: "a string", type(None): "null"}
 
 
 def _type_name(kind: Any) -> str:

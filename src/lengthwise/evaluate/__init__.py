@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from lengthwise.evaluate.corpus import Corpus, read_corpus
     from lengthwise.evaluate.perplexity import Score, score_lengths
     from lengthwise.evaluate.rope_override import with_scaling
+    from lengthwise.evaluate.run import Evaluation, evaluate_models
     from lengthwise.evaluate.statistics import Interval, bootstrap, paired_difference
     from lengthwise.evaluate.table import LengthTable
 
@@ -15,11 +16,13 @@ _HOMES = {
     "PROTOCOLS": "config",
     "Corpus": "corpus",
     "EvalConfig": "config",
+    "Evaluation": "run",
     "Interval": "statistics",
     "LengthTable": "table",
     "Protocol": "config",
     "Score": "perplexity",
     "bootstrap": "statistics",
+    "evaluate_models": "run",
     "paired_difference": "statistics",
     "read_corpus": "corpus",
     "score_lengths": "perplexity",
@@ -31,11 +34,13 @@ __all__ = [
     "PROTOCOLS",
     "Corpus",
     "EvalConfig",
+    "Evaluation",
     "Interval",
     "LengthTable",
     "Protocol",
     "Score",
     "bootstrap",
+    "evaluate_models",
     "paired_difference",
     "read_corpus",
     "score_lengths",

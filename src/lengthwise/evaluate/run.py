@@ -94,8 +94,8 @@ def load_for_evaluation(
 ) -> LoadedModel:
     """A trained causal language model in float32 with its tokenizer; an error for anything else."""
     expected = "expected a trained causal language model with its tokenizer"
-    if str(source) in ENCODINGS and not Path(source).exists():
-        raise LoadError(f"{expected}, got the encoding {str(source)!r}; train a model with it, and name its run")
+    if str(source) in ENCODINGS:
+        raise LoadError(f"{expected}, got the encoding {str(source)!r}; name a run or a folder, such as ./{source}")
     loaded = load_model(source, name=name, device=device, dtype=torch.float32, trust_remote_code=trust_remote_code)
     if loaded.tokenizer is None:
         raise LoadError(f"{expected}, got {str(source)!r}, which has no tokenizer; save one with save_pretrained")

@@ -67,6 +67,7 @@ def run_study(config: StudyConfig) -> str:
     evaluation = evaluation_of(config, runs[0])
     out = Path(config.out)
     scores: list[Score] = []
+    rows: dict[str, str] = {}
     tasks: list[TaskScore] = []
     undrawn: dict[str, str] = {}
     with StudyProgress(runs, evaluation) as progress:
@@ -89,10 +90,12 @@ def run_study(config: StudyConfig) -> str:
                     missing[run.name] = f"could not be measured: {error}"
                 else:
                     scores += run_scores
+                    # Seeds share the row of their encoding; a scaling such as "+yarn8" has its own.
+                    rows |= {score.name: run.encoding + score.name.removeprefix(run.name) for score in run_scores}
                     tasks += run_tasks
                     undrawn |= evaluator.draw(run)
             progress.measuring_done(run)
-    table = LengthTable(scores, rows=table_rows(scores, runs)) if scores else None
+    table = LengthTable(scores, rows=rows) if scores else None
     outcomes = {run.name: outcome for run in runs if (outcome := read_outcome(out, run)) is not None}
     seconds = total_seconds(out, time.monotonic() - began)
     results = StudyResults(config, runs, table, tasks, outcomes, missing, undrawn, seconds)
@@ -204,13 +207,6 @@ class RunEvaluator:
         """The folder of the run's final model."""
         assert run.run is not None
         return run.run.final
-
-
-def table_rows(scores: list[Score], runs: list[StudyRun]) -> dict[str, str]:
-    """The row of each score: its encoding, with the scaling if it has one."""
-    encodings = {run.name: run.encoding for run in runs}
-    names = [score.name.partition("+") for score in scores]
-    return {name + plus + scaling: encodings[name] + plus + scaling for name, plus, scaling in names}
 
 
 def total_seconds(out: Path, now: float) -> float:

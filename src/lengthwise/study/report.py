@@ -25,8 +25,9 @@ STYLE = """
 :root{color-scheme:light}body{font:16px/1.55 system-ui,sans-serif;max-width:60rem;margin:3rem auto;padding:0 1.2rem;
 color:#1b1f24;background:#fff}h1{font-size:1.9rem;line-height:1.2}h2{margin-top:2.6rem;font-size:1.25rem;
 border-bottom:1px solid #d8dee4;padding-bottom:.3rem}table{border-collapse:collapse;font-variant-numeric:tabular-nums;
-margin:1rem 0;display:block;overflow-x:auto}td,th{padding:.28rem .8rem;text-align:right;border-bottom:1px solid #eaeef2}
-td:first-child,th:first-child{text-align:left}th{border-bottom:2px solid #57606a}img{max-width:100%;height:auto}
+margin:1rem 0;display:block;overflow-x:auto}td,th{padding:.28rem .8rem;text-align:right;border-bottom:1px solid #eaeef2;
+white-space:nowrap}td:first-child,th:first-child{text-align:left}th{border-bottom:2px solid #57606a}
+img{max-width:100%;height:auto}
 pre{background:#f6f8fa;padding:.9rem;overflow-x:auto;font-size:.8rem;line-height:1.5}small,figcaption{color:#57606a}
 figure{margin:1.4rem 0}
 """
@@ -155,9 +156,9 @@ def summary(results: StudyResults) -> list[str]:
     table, length, far = results.table, results.train_length, results.far_length
     if table is None:
         return ["No run is finished: there is nothing to compare yet."]
-    training = results.runs[0].resolved
+    training, encodings = results.runs[0].resolved, {run.encoding for run in results.runs} & {*table.names}
     sentences = [
-        f"{len(table.names)} encodings, {len(results.config.seeds)} seed(s) each, trained at {length:,} tokens for "
+        f"{len(encodings)} encodings, {len(results.config.seeds)} seed(s) each, trained at {length:,} tokens for "
         f"{training.steps:,} steps of {training.batch_tokens:,} tokens."
     ]
     if far is not None and length in table.lengths:
