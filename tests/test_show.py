@@ -118,10 +118,13 @@ def test_a_run_that_was_trained_is_drawn_for_the_paper_from_its_own_held_out_tex
     assert out.count("not trained: at its initial parameters") == 7
 
 
-def test_the_block_of_the_page_runs():
+def test_the_blocks_of_the_page_run_in_order():
     page = (Path(__file__).parents[1] / "docs/see.md").read_text()
-    (block,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    exec(compile(block, "see.md", "exec"), {})
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert blocks
+    scope: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, "see.md", "exec"), scope)
 
 
 def remote_code(folder):
