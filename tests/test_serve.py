@@ -14,6 +14,7 @@ from browser_kit import Seen, needs_chromium, open_browser
 
 from lengthwise.cli import main
 from lengthwise.data import load_tokenizer
+from lengthwise.errors import UserError
 from lengthwise.inspect import position_maps
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 from lengthwise.model.modeling import LengthwiseAttention
@@ -153,7 +154,7 @@ def test_a_look_that_cannot_be_had_is_answered_in_words(served, wanted, status, 
         ({"what": "profile"}, 400, "what must be"),
         ({"what": "passwords"}, 400, "what must be one of bias"),
         ({"layer": 7}, 400, "Layer 8, Head 3"),
-        ({"rows": 31, "i": 9}, 400, "rows must lie within"),
+        ({"rows": 31, "i": 9}, 400, "rows must"),
         ({"rows": "1e9"}, 400, "rows must be an int"),
         ({"rows": 900000, "columns": 900000}, 400, "524,288 cells"),
     ],
@@ -185,6 +186,42 @@ def test_looks_are_kept_for_two_viewers_at_once_but_not_for_ever(served):
     for _ in range(LOOKS):
         served.look()
     assert served.cells(keys["kerple-tiny"])[0].status == 404
+
+
+def test_text_is_streamed_and_read_once_for_the_same_look(served, monkeypatch):
+    read = []
+
+    def endless(source, split):
+        while True:
+            read.append(source)
+            yield "some words of a text that never ends. " * 9
+
+    monkeypatch.setattr("lengthwise.loading.documents", endless)
+    session = Session(Catalog([str(served.folder)]))
+    first = session.look("kerple-tiny", layer="last", text=None, length=33)
+    count = len(read)
+    assert 0 < count < 1000
+    assert session.look("kerple-tiny", layer="last", text=None, length=33)["encoding"] == first["encoding"]
+    assert len(read) == count
+
+
+def test_a_pickle_and_a_run_without_held_out_text_are_refused_in_words(tmp_path):
+    pickled = tmp_path / "pickled"
+    make_checkpoint(pickled, "alibi")
+    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    run = tmp_path / "run"
+    make_checkpoint(run / "final", "alibi")
+    (run / "final" / "seal.json").write_text('{"sha256": {}}')
+    (tmp_path / "empty.txt").write_text("")
+    (run / "config.yaml").write_text(f"encoding: alibi\ndata: {tmp_path / 'empty.txt'}\n")
+    session = Session(Catalog([str(tmp_path)]))
+    for name, words in (("pickled", "safetensors"), ("run", "held-out split of .* must have text, got none")):
+        with pytest.raises((UserError, ValueError), match=words):
+            session.look(name, layer="last", text=None, length=9)
+
+
+def test_an_encoding_that_is_named_is_the_first_of_its_group():
+    assert Catalog(["cable"]).groups()[-1]["names"][:2] == ["cable", "alibi"]
 
 
 def test_a_run_that_disappears_is_answered_in_words(tmp_path):

@@ -57,7 +57,8 @@ class Catalog:
         """The names of models that can be looked at, the first of which the page opens with."""
         finished = [name for name, path in self.runs().items() if _is_finished(path)]
         groups = {"runs": finished, "checkpoints": list(self.checkpoints())}
-        groups["encodings at their initial parameters"] = list(ENCODINGS)
+        named = [source for source in self.sources if source in ENCODINGS]
+        groups["encodings at their initial parameters"] = list(dict.fromkeys([*named, *ENCODINGS]))
         return [{"label": label, "names": names} for label, names in groups.items()]
 
     def cards(self) -> dict[str, list[dict[str, Any]]]:
