@@ -10,7 +10,9 @@ from torch import Tensor
 import lengthwise as lw
 from lengthwise.inspect import capture_attention, position_maps, position_views
 from lengthwise.inspect.model_maps import position_records
+from lengthwise.inspect.summarize import MapOptions, layer_maps
 from lengthwise.model import LengthwiseForCausalLM
+from lengthwise.views.maps import WHATS
 
 CONTEXT_FREE = ["alibi", "kerple", "kerple-power", "fire", "fire-short", "t5", "t5-clamped"]
 CONTEXTUAL = ["cable", "cable-nw", "k-cable", "fox", "cope", "dape", "dapev2", "dapev2-cable"]
@@ -114,6 +116,45 @@ def test_many_blocks_give_what_one_gives(monkeypatch):
         torch.testing.assert_close(one.context_dependence, other.context_dependence)
         if one.tiles is not None:
             torch.testing.assert_close(one.tiles.mean, other.tiles.mean, equal_nan=True)
+
+
+@pytest.mark.parametrize("case", ["cable", "kerple", "dapev2"])
+def test_many_threads_give_what_one_gives_bit_by_bit_and_leave_torchs_own_number_alone(case, monkeypatch):
+    model, ids = loud_model(case), tokens(2)
+    monkeypatch.setattr("lengthwise.inspect.summarize.CACHED", 1)  # every head by itself
+    record = position_records(model, ids)[-1]
+    before, maps = torch.get_num_threads(), {}
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            maps[threads] = layer_maps(record, WHATS, MapOptions("first", 5))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    for what, single in maps[1].items():
+        other = maps[3][what]
+        assert torch.equal(single.profile.mean, other.profile.mean)
+        assert torch.equal(single.diagonal_spread, other.diagonal_spread)
+        assert torch.equal(single.context_dependence, other.context_dependence)
+        if single.tiles is not None:
+            assert torch.equal(single.tiles.mean.nan_to_num(), other.tiles.mean.nan_to_num())
+
+
+@pytest.mark.parametrize("case", ["kerple", "t5", "alibi"])
+def test_statistics_of_scores_that_are_shifted_content_are_those_of_the_scores_alone(case):
+    model, ids = loud_model(case), tokens(3)
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    together = position_views(model, ids, "all", attention_mask=mask)
+    for what in ("scores", "profile"):
+        alone = position_maps(model, ids, "all", what, attention_mask=mask)
+        for single, other in zip(together[what].maps, alone.maps, strict=True):
+            largest = float(other.profile.mean.nan_to_num().abs().max())
+            tolerance = 16 * torch.finfo(torch.float32).eps * largest
+            torch.testing.assert_close(single.profile.mean, other.profile.mean, atol=tolerance, rtol=1e-5)
+            torch.testing.assert_close(single.profile.spread, other.profile.spread, atol=tolerance, rtol=1e-5)
+            torch.testing.assert_close(single.diagonal_spread, other.diagonal_spread)
+            torch.testing.assert_close(single.context_dependence, other.context_dependence)
 
 
 def test_tiles_are_means_and_extremes_of_the_pairs_that_may_meet():

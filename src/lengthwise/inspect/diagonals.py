@@ -4,7 +4,7 @@ A block is skewed so that a diagonal becomes a column. Sums are taken about a va
 that where a diagonal is uniform its spread is 0 to the last bit.
 """
 
-from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -16,72 +16,103 @@ from lengthwise.views.maps import Profile
 
 
 @dataclass(frozen=True, eq=False)
-class MaskPiece:
-    """A part of a skewed mask, which all heads and quantities of a block share."""
+class Piece:
+    """Some neighbouring diagonals of a block of rows."""
 
+    columns: slice
+    """The columns of the block that they are in."""
+    skewed: slice
+    """Where they are once these columns are skewed."""
     highest: int
-    """The distance of its first column; the next ones are one lower each."""
-    size: int
-    """How many columns belong to distances that are counted."""
-    mask: Bool[Tensor, "#batch 1 row diagonal"] | None
+    """The distance of the first one; the next are one lower each."""
+    crosses: bool
+    """Whether each of them crosses every row: such diagonals are not copied, see `_crossing`."""
+    count: Float[Tensor, "#batch 1 diagonal"]
+    """How many visible pairs each of them has."""
+    mask: Bool[Tensor, "#batch 1 row diagonal"] | None = None
     """None where every pair is visible."""
 
 
 class Diagonals:
-    """Count, mean and sum of squared deviations of every diagonal of every sequence and head, while blocks are added.
+    """Count, mean and sum of squared deviations of every diagonal of every sequence and head, while rows are added.
 
     The last column is the least distance, `first`: the order of a skewed block.
     """
 
     def __init__(self, shape: tuple[int, int, int, int], *, causal: bool) -> None:
-        batch, heads, queries, keys = shape
+        self.batch, self.heads, queries, keys = shape
         self.offset = keys - queries if causal else 0
         self.first = 0 if causal else 1 - keys
         size = queries + self.offset - self.first
-        self.count, self.mean, self.squares = torch.zeros(3, batch, heads, size, dtype=torch.float64)
+        self.count = torch.zeros(self.batch, 1, size, dtype=torch.float64)
+        self.mean, self.squares = torch.zeros(2, self.batch, self.heads, size, dtype=torch.float64)
+        self._added: dict[Piece, tuple[Tensor, ...]] = {}
 
-    def pieces(self, mask: Bool[Tensor, "#batch 1 row column"], rows: slice, columns: slice) -> list[MaskPiece]:
-        """The mask of a block as `add` takes it."""
-        highest = rows.stop - 1 + self.offset - columns.start
+    def pieces(self, mask: Bool[Tensor, "#batch 1 row column"], rows: slice, columns: slice) -> list[Piece]:
+        """A block's diagonals: those that cross every row, and those in the corners beside them."""
+        height, width = mask.shape[-2:]
+        corner, highest = height - 1, rows.stop - 1 + self.offset - columns.start
+        if width < height:
+            spans = [(0, slice(0, width), slice(0, width + corner), False)]
+        else:
+            spans = [(corner, slice(0, width), slice(0, width - corner), True)]
+            if corner:
+                spans.append((0, slice(0, corner), slice(0, corner), False))
+                spans.append((width, slice(width - corner, width), slice(corner, 2 * corner), False))
         pieces = []
-        for start, piece in _skewed_pieces(mask):
+        for start, own_columns, skewed_columns, crosses in spans:
             # What causality hides is left out.
-            size = max(0, min(piece.shape[-1], highest - start - self.first + 1))
-            here = piece[..., :size]
-            pieces.append(MaskPiece(highest - start, size, None if here.all() else here))
+            size = min(skewed_columns.stop - skewed_columns.start, highest - start - self.first + 1)
+            if size > 0:
+                some = slice(skewed_columns.start, skewed_columns.start + size)
+                part = (_crossing(mask) if crosses else skewed(mask[..., own_columns]))[..., some]
+                everywhere = bool(part.all())
+                count = part.sum(2, dtype=torch.float64).cpu()
+                piece = Piece(own_columns, some, highest - start, crosses, count, None if everywhere else part)
+                pieces.append(piece)
         return pieces
 
-    def add(self, x: Float[Tensor, "batch head row column"], pieces: list[MaskPiece], heads: slice) -> None:
-        """Take in a block of some heads."""
-        for (_, part), piece in zip(_skewed_pieces(x), pieces, strict=True):
-            if piece.size:
-                self._merge(part[..., : piece.size], piece, heads)
+    def begin_rows(self, pieces: list[Piece], height: int, like: Tensor) -> None:
+        """Make room for all heads of some rows, of the dtype and on the device of a tensor."""
+        for piece in pieces:
+            # Corners are small: they wait until all heads are there.
+            crossing, corner = (3, piece.count.shape[-1]), (1, height, piece.columns.stop - piece.columns.start)
+            count, *size = crossing if piece.crosses else corner
+            self._added[piece] = tuple(like.new_empty(self.batch, self.heads, *size) for _ in range(count))
 
-    def _merge(self, x: Float[Tensor, "batch head row diagonal"], piece: MaskPiece, heads: slice) -> None:
-        """Take in diagonals from the highest distance downwards (Chan, Golub and LeVeque's means and squares)."""
-        if piece.mask is None:
-            count = x.new_full((1, 1, x.shape[3]), x.shape[2], dtype=torch.float64)
-            pivot = x[:, :, :1]
-            about = x - pivot
-        else:
-            count = piece.mask.sum(2, dtype=torch.float64)
-            pivot = x.gather(2, piece.mask.int().argmax(2, keepdim=True).expand(*x.shape[:2], -1, -1))
-            about = (x - pivot).masked_fill_(~piece.mask, 0)
-        total, squares = about.sum(2).double(), about.square_().sum(2).double()
-        some_count = count.clamp(min=1)
-        mean = pivot[:, :, 0].double() + total / some_count
-        squares -= total.square() / some_count
-        count, mean, squares = (part.cpu() for part in (count, mean, squares))
+    def add(self, x: Float[Tensor, "batch head row column"], heads: slice) -> None:
+        """Take in some heads of the rows that were begun; threads may add different heads at once."""
+        for piece, room in self._added.items():
+            parts = _sums(_crossing(x)[..., piece.skewed], piece.mask) if piece.crosses else (x[..., piece.columns],)
+            for whole, part in zip(room, parts, strict=True):
+                whole[:, heads] = part
 
-        left = self.count.shape[-1] - 1 - (piece.highest - self.first)
-        there = slice(left, left + x.shape[3])
-        before = self.count[:, heads, there]
-        both = before + count
-        away = mean - self.mean[:, heads, there]
-        share = count / both.clamp(min=1)
-        self.mean[:, heads, there] += away * share
-        self.squares[:, heads, there] += squares.clamp(min=0) + away.square() * before * share
-        self.count[:, heads, there] = both
+    def end_rows(self) -> None:
+        """Count the rows, now that all heads are there (Chan, Golub and LeVeque's means and squares)."""
+        for piece, parts in self._added.items():
+            sums = parts if piece.crosses else _sums(skewed(parts[0])[..., piece.skewed], piece.mask)
+            pivot, total, squares = (part.double().cpu() for part in sums)
+            count = piece.count
+            some_count = count.clamp(min=1)
+            mean = pivot + total / some_count
+            squares -= total.square() / some_count
+
+            left = self.count.shape[-1] - 1 - (piece.highest - self.first)
+            there = slice(left, left + count.shape[-1])
+            both = self.count[..., there] + count
+            away = mean - self.mean[..., there]
+            share = count / both.clamp(min=1)
+            self.mean[..., there] += away * share
+            self.squares[..., there] += squares.clamp(min=0) + away.square() * self.count[..., there] * share
+            self.count[..., there] = both
+        self._added = {}
+
+    def shifted(self, profile: Profile) -> "Diagonals":
+        """Those of the same numbers with a number per distance and head added."""
+        assert profile.first == self.first
+        other = copy(self)
+        other.mean = self.mean + profile.mean.flip(-1).double()
+        return other
 
     def profile(self) -> Profile:
         """Over all sequences."""
@@ -95,25 +126,25 @@ class Diagonals:
 
     def spread(self) -> Float[Tensor, " head"]:
         """How far pairs are from the mean of their own diagonal in their own sequence, root mean square."""
-        return (self.squares.sum((0, 2)) / self.count.sum((0, 2)).clamp(min=1)).sqrt().float()
+        return (self.squares.sum((0, 2)) / self.count.sum().clamp(min=1)).sqrt().float()
 
 
-def _skewed_pieces(x: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """A skewed block in pieces, each with its first column there.
+def _sums(x: Float[Tensor, "batch head row diagonal"], mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """A value on each diagonal, and the sums of the deviations from it and of their squares."""
+    if mask is None:
+        pivot = x[:, :, :1]
+        about = x - pivot
+    else:
+        pivot = x.gather(2, mask.int().argmax(2, keepdim=True).expand(*x.shape[:2], -1, -1))
+        about = (x - pivot).masked_fill_(~mask, 0)
+    return pivot[:, :, 0], about.sum(2), about.square_().sum(2)
 
-    Diagonals that cross every row are most of it, and lie in memory as rows one longer: they are not copied.
-    """
+
+def _crossing(x: Tensor) -> Tensor:
+    """The diagonals that cross every row, as columns: they lie in memory as rows one longer and are not copied."""
     rows, columns = x.shape[-2:]
-    corner = rows - 1
-    if columns < rows:
-        yield 0, skewed(x)
-        return
-    if corner:
-        yield 0, skewed(x[..., :corner])[..., :corner]
-    shape, (*outer, down, across) = (*x.shape[:-1], columns - corner), x.stride()
-    yield corner, x.as_strided(shape, (*outer, down + across, across), x.storage_offset())
-    if corner:
-        yield columns, skewed(x[..., -corner:])[..., -corner:]
+    *outer, down, across = x.stride()
+    return x.as_strided((*x.shape[:-1], columns - rows + 1), (*outer, down + across, across), x.storage_offset())
 
 
 def skewed(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lengthwise.errors import check_choice
-from lengthwise.inspect.scores import BlockMask, score_blocks, weights_of
+from lengthwise.inspect.scores import BiasRows, BlockMask, score_block, weights_of
 from lengthwise.model.families import AttentionRecord
 from lengthwise.views.maps import What
 
@@ -57,7 +57,8 @@ class LazyScores:
         visible = BlockMask.of(record, rows, slice(0, keys))
         # Only a rescore needs all heads to compute one.
         heads = slice(head, head + 1) if record.rescore is None else slice(0, record.shape[1])
-        (block,) = score_blocks(record, visible, (heads,))
+        bias = BiasRows(record, rows.stop - rows.start).block(visible)
+        block = score_block(record, visible, heads, bias)
         mask = visible.mask[0, 0].expand(rows.stop - rows.start, keys)
         values = weights_of(record, block) if what == "weights" else getattr(block, what)
         return values[0, head - heads.start].masked_fill(~mask, torch.nan)[:, columns].float()

@@ -4,7 +4,6 @@
 wrong.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +35,13 @@ class BlockMask:
         mask = record.mask(rows, columns)
         return cls(rows, columns, mask, first_forbidden(mask))
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether the keys up to each query are visible, and no others; queries are counted as keys are."""
+        first, last = self.rows.start, self.rows.stop
+        ends = torch.arange(first + 1, last + 1).clamp(max=self.columns.stop) - self.columns.start
+        return self.mask.shape[:2] == (1, 1) and int(self.mask.sum()) == int(ends.clamp(min=0).sum())
+
     def fill(self, x: Float[Tensor, "batch head row column"], value: float) -> Tensor:
         """x itself, with a value in the place of hidden keys."""
         x[..., self.free :].masked_fill_(~self.mask[..., self.free :], value)
@@ -53,73 +59,97 @@ class ScoreBlock:
     scores: Float[Tensor, "batch head row column"]
 
 
-def bias_block(record: AttentionRecord, visible: BlockMask) -> Float[Tensor, "#batch head row column"] | None:
-    """Some rows of the additive term of all heads, 0 where a key is hidden; a copy, since a tile may be the model's."""
-    if record.bias is None:
-        return None
-    tile = record.bias.tile(visible.rows, visible.columns)
-    batch = max(tile.shape[0], visible.mask.shape[0])
-    shape = (batch, record.shape[1], *tile.shape[2:])
-    return visible.fill(torch.empty(shape, dtype=tile.dtype, device=tile.device).copy_(tile), 0)
+class BiasRows:
+    """The additive term of a layer, by blocks of at most `height` rows of all heads."""
 
+    def __init__(self, record: AttentionRecord, height: int) -> None:
+        self.record, self._shifted = record, None
+        bias, (_, heads, queries, keys) = record.bias, record.shape
+        if bias is not None and bias.shape == (1, heads, queries, keys) and queries == keys and bias.is_uniform:
+            # Where distance alone decides, rows differ in where they begin: the last row and, if there is one to be
+            # seen, what the first one has ahead. A row one further down is the same one place to the right.
+            ahead, last = (bias.tile(slice(row, row + 1), slice(None))[0, :, 0] for row in (0, queries - 1))
+            ahead = torch.zeros_like(ahead) if record.causal else ahead
+            row = torch.cat([last, ahead[:, 1:]], -1)
+            self._shifted = row.new_zeros(heads, height, row.shape[1] + height)
+            for place in range(height):
+                self._shifted[:, place, place : place + row.shape[1]] = row
 
-def score_blocks(
-    record: AttentionRecord, visible: BlockMask, heads: tuple[slice, ...] | None = None
-) -> Iterator[ScoreBlock]:
-    """Some whole rows, some heads at a time; the columns must be all that the rows see.
-
-    Content and bias are those that the scores are the sum of, so a logit scale is in both.
-    """
-    every_bias = bias_block(record, visible)
-    group = record.q.shape[1] // record.k.shape[1]
-    for some in heads or (slice(0, record.shape[1]),):
-        q = at_least_float32(record.q[:, some, visible.rows])
-        keys = slice(some.start // group, -(-some.stop // group))
-        k = at_least_float32(record.k[:, keys, visible.columns])
-        # Heads that share keys are rows of one product.
-        grouped = (record.scale * q).unflatten(1, (k.shape[1], -1))
-        products = grouped.flatten(2, 3) @ k.transpose(-1, -2)
-        content = visible.fill(products.unflatten(2, grouped.shape[2:4]).flatten(1, 2), 0)
-        bias = None if every_bias is None else every_bias[:, some]
-        factor = None
-        if record.logit_scale is not None:
-            spread = record.logit_scale.expand(-1, record.shape[1], -1)[:, some, visible.rows, None]
-            factor = at_least_float32(spread)
-        if record.rescore is not None:
-            added = torch.zeros_like(content) if bias is None else bias.expand_as(content)
-            rescored = record.rescore.scores(content, added, q, of_heads(k, group), visible.mask, visible.rows)
-            scores = visible.fill(rescored, 0)
-            if factor is not None:
-                content, scores = factor * content, factor * scores
-            # What is added in the end is the positional part, whatever it was made from.
-            bias = scores - content
+    def block(self, visible: BlockMask) -> Float[Tensor, "#batch head row column"] | None:
+        """Some rows, 0 where a key is hidden."""
+        bias, (_, heads, queries, _) = self.record.bias, self.record.shape
+        if bias is None:
+            return None
+        if self._shifted is None:
+            tile = bias.tile(visible.rows, visible.columns)
         else:
-            if factor is not None:
-                content, bias = factor * content, None if bias is None else factor * bias
-            scores = content if bias is None else content + bias
-        if record.softcap is not None:
-            scores = record.softcap * torch.tanh(scores / record.softcap)
-        yield ScoreBlock(visible, some, content, bias, scores)
+            height = visible.rows.stop - visible.rows.start
+            first = queries - 1 - visible.rows.start
+            tile = self._shifted[None, :, :height, first + visible.columns.start : first + visible.columns.stop]
+            if self.record.causal and visible.is_causal:
+                return tile
+        # A copy, since a tile may be the model's own.
+        shape = (max(tile.shape[0], visible.mask.shape[0]), heads, *tile.shape[2:])
+        return visible.fill(torch.empty(shape, dtype=tile.dtype, device=tile.device).copy_(tile), 0)
+
+
+def score_block(record: AttentionRecord, visible: BlockMask, heads: slice, every_bias: Tensor | None) -> ScoreBlock:
+    """Some whole rows of some heads, from those of the bias of all; the columns must be all that the rows see.
+
+    Heads must be all that share some keys, or some of them. Content and bias are those that the scores are the sum of,
+    so a logit scale is in both.
+    """
+    group = record.q.shape[1] // record.k.shape[1]
+    q = at_least_float32(record.q[:, heads, visible.rows])
+    k = at_least_float32(record.k[:, heads.start // group : -(-heads.stop // group), visible.columns])
+    # Heads that share keys are rows of one product.
+    grouped = (record.scale * q).unflatten(1, (k.shape[1], -1))
+    products = grouped.flatten(2, 3) @ k.transpose(-1, -2)
+    content = visible.fill(products.unflatten(2, grouped.shape[2:4]).flatten(1, 2), 0)
+    bias = None if every_bias is None else every_bias[:, heads]
+    factor = None
+    if record.logit_scale is not None:
+        factor = at_least_float32(record.logit_scale).expand(-1, record.shape[1], -1)[:, heads, visible.rows, None]
+    if record.rescore is not None:
+        added = torch.zeros_like(content) if bias is None else bias.expand_as(content)
+        rescored = record.rescore.scores(content, added, q, of_heads(k, group), visible.mask, visible.rows)
+        scores = visible.fill(rescored, 0)
+        if factor is not None:
+            content, scores = factor * content, factor * scores
+        # What is added in the end is the positional part, whatever it was made from.
+        bias = scores - content
+    else:
+        if factor is not None:
+            content, bias = factor * content, None if bias is None else factor * bias
+        scores = content if bias is None else content + bias
+    if record.softcap is not None:
+        scores = record.softcap * torch.tanh(scores / record.softcap)
+    return ScoreBlock(visible, heads, content, bias, scores)
 
 
 def weights_of(record: AttentionRecord, block: ScoreBlock) -> Float[Tensor, "batch head row column"]:
     """The softmax of a block of scores; a sink takes its share and is left out."""
-    scores = block.visible.fill(block.scores.clone(), -torch.inf)
+    scores = block.visible.fill(block.scores, -torch.inf)
     if record.sink is None and block.visible.free:
-        return scores.softmax(-1)
+        weights = scores.softmax(-1)
+        block.visible.fill(scores, 0)
+        return weights
     sink = record.sink
     if sink is not None:
         spread = at_least_float32(sink).expand(record.shape[0], -1, record.shape[2])
         sink = spread[:, block.heads, block.visible.rows]
-    return softmax(scores, sink)[0]
+    weights = softmax(scores, sink)[0]
+    block.visible.fill(scores, 0)
+    return weights
 
 
 def verify(record: AttentionRecord, name: str) -> None:
     """An error unless weights times values is the layer's own output, on its first and last rows."""
-    queries, keys = record.shape[2:]
+    _, heads, queries, keys = record.shape
+    bias_rows = BiasRows(record, VERIFIED_ROWS)
     for start, stop in {(0, min(VERIFIED_ROWS, queries)), (max(0, queries - VERIFIED_ROWS), queries)}:
         visible = BlockMask.of(record, slice(start, stop), slice(0, keys))
-        (block,) = score_blocks(record, visible)
+        block = score_block(record, visible, slice(0, heads), bias_rows.block(visible))
         v = of_heads(record.v, record.q.shape[1] // record.v.shape[1])
         own = at_least_float32(record.out[:, :, start:stop])
         sees_nothing = ~visible.mask.any(-1)[..., None]

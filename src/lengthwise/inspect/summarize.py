@@ -1,22 +1,28 @@
 """A captured layer summarised as maps, block by block: described forms, tiles, profiles and the two spreads."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lengthwise.bias import Bias
-from lengthwise.inspect.diagonals import Diagonals, MaskPiece, uniform_profile
+from lengthwise.bias import Bias, at_least_float32
+from lengthwise.inspect.diagonals import Diagonals, Piece, uniform_profile
 from lengthwise.inspect.rotary import rotary_kernel
-from lengthwise.inspect.scores import BlockMask, ScoreBlock, bias_block, score_blocks, weights_of
+from lengthwise.inspect.scores import BiasRows, BlockMask, ScoreBlock, score_block, weights_of
 from lengthwise.model.families import AttentionRecord
 from lengthwise.views.maps import LayerMap, What
-from lengthwise.views.tiles import TilePool, Tiles, blocks
+from lengthwise.views.tiles import TilePool, blocks
 
 Shown = Literal["first", "mean"]
+
+T = TypeVar("T")
+ForEach = Callable[[Callable[[Any], Any], Iterable[Any]], object]
+"""A loop: what to do, and with which items."""
 
 CACHED = 2**19
 """How many numbers of a block are computed at once: little enough for one core's cache."""
@@ -37,76 +43,153 @@ def layer_maps(record: AttentionRecord, whats: Collection[What], options: MapOpt
     if described is not None:
         maps["bias"] = described
     waiting = [what for what in whats if what not in maps]
-    pool = 1 if set(waiting) <= {"profile"} else -(-max(record.shape[2:]) // options.resolution)
-    spans = list(blocks(record.shape, pool, causal=record.causal)) if waiting else []
-    groups = _head_groups(record, spans[0][0].stop) if spans else ()
-    # A profile is that of the scores, without their tiles.
-    builders = {
-        what: MapBuilder(record, what, options, pool, groups if what in waiting else ())
-        for what in dict.fromkeys("scores" if what == "profile" else what for what in waiting)
-    }
-    # A bias needs no queries and keys, unless a rescore makes it or a factor scales it.
-    alone = set(builders) == {"bias"} and record.rescore is None and record.logit_scale is None
-    for rows, columns in spans:
-        visible = BlockMask.of(record, rows, columns)
-        pieces = next(iter(builders.values())).diagonals.pieces(visible.mask, rows, columns)
-        for block in (_bias_blocks if alone else score_blocks)(record, visible, groups):
-            for builder in builders.values():
-                builder.add(block, pieces)
-    for what in waiting:
-        maps[what] = builders["scores"].profile() if what == "profile" else builders[what].finish()
+    if waiting:
+        builders = _on_single_threads(partial(_walk, record, waiting, options))
+        for what in waiting:
+            maps[what] = builders["scores"].profile() if what == "profile" else builders[what].finish()
     return {what: maps[what] for what in whats}
 
 
-class MapBuilder:
-    """One map, while blocks are added to it."""
+def _walk(
+    record: AttentionRecord, whats: Collection[What], options: MapOptions, for_each: ForEach
+) -> dict[What, "MapBuilder"]:
+    """Builders that all rows were added to."""
+    pool = 1 if set(whats) == {"profile"} else -(-max(record.shape[2:]) // options.resolution)
+    spans = list(blocks(record.shape, pool, causal=record.causal))
+    groups = _head_groups(record, spans[0][0].stop)
+    # A profile is that of the scores, without their tiles.
+    builders: dict[What, MapBuilder] = {
+        what: MapBuilder(record, what, options, pool if what in whats else None)
+        for what in dict.fromkeys("scores" if what == "profile" else what for what in whats)
+    }
+    if "scores" in builders and "content" in builders and _only_shifts(record):
+        builders["scores"].shifted_from(builders["content"])
+    # A bias needs no queries and keys, unless a rescore makes it or a factor scales it.
+    alone = set(builders) == {"bias"} and record.rescore is None and record.logit_scale is None
+    bias_rows = BiasRows(record, spans[0][0].stop)
+    for rows, columns in spans:
+        visible = BlockMask.of(record, rows, columns)
+        bias = bias_rows.block(visible)
+        pieces = next(iter(builders.values())).diagonals.pieces(visible.mask, rows, columns)
+        for builder in builders.values():
+            builder.begin_rows(visible, pieces, bias)
 
-    def __init__(
-        self, record: AttentionRecord, what: What, options: MapOptions, pool: int, groups: tuple[slice, ...]
-    ) -> None:
-        self.record, self.what, self.shown, self.pool = record, what, options.shown, pool
+        def add(heads: slice, visible: BlockMask = visible, bias: Tensor | None = bias) -> None:
+            block = _bias_alone(visible, heads, bias) if alone else score_block(record, visible, heads, bias)
+            for builder in builders.values():
+                builder.add(block)
+
+        for_each(add, groups)
+        for_each(MapBuilder.end_rows, builders.values())
+    return builders
+
+
+def _on_single_threads(work: Callable[[ForEach], T]) -> T:
+    """The result of some work, with a loop over items that runs on as many threads as torch has, each step on one.
+
+    torch would share out every single operation instead: they are short, and its threads wait for each other longer
+    than they work. How many it uses is each thread's own setting; torch keeps the last one for new threads too, so it
+    is put back.
+    """
+    count = torch.get_num_threads()
+
+    def without_gradients(step: Callable[..., T], *items: Any) -> T:
+        with torch.no_grad():  # each thread's own setting as well
+            return step(*items)
+
+    if count == 1:
+        return without_gradients(work, lambda step, items: [step(item) for item in items])
+    # One thread more, for the work itself: it waits for the others.
+    with ThreadPoolExecutor(count + 1, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        try:
+            return pool.submit(
+                without_gradients,
+                work,
+                lambda step, items: list(pool.map(partial(without_gradients, step), items)),
+            ).result()
+        finally:
+            torch.set_num_threads(count)
+
+
+class MapBuilder:
+    """One map, while rows are added to it; `pool` is the size of its tiles, None if it has none."""
+
+    def __init__(self, record: AttentionRecord, what: What, options: MapOptions, pool: int | None) -> None:
+        self.record, self.what, self.shown = record, what, options.shown
         _, heads, queries, keys = record.shape
         self.described = None
         if what == "bias" and _is_described(record, options.shown):
             assert record.bias is not None
             self.described = record.bias.first_sequence()
-        sizes = [] if self.described is not None else [group.stop - group.start for group in groups]
-        self.tiles = [TilePool(size, queries, keys, pool) for size in sizes]
-        self.groups = {group.start: place for place, group in enumerate(groups)}
+        has_tiles = pool is not None and self.described is None
+        self.tiles = TilePool(heads, queries, keys, pool) if has_tiles and pool is not None else None
         self.diagonals = Diagonals(record.shape, causal=record.causal)
-        self.variance = torch.zeros(heads, dtype=torch.float64)
-        self.pairs = 0
+        self.variance, self.pairs = torch.zeros(heads, dtype=torch.float64), 0
+        self._rows: Tensor | None = None
+        self._content: MapBuilder | None = None
 
-    def add(self, block: ScoreBlock, pieces: list[MaskPiece]) -> None:
-        """Take in some rows of some heads."""
-        x, visible, heads = self._values(block), block.visible, block.heads
-        self.diagonals.add(x, pieces, heads)
-        if self.tiles:
-            shown = _single_map(x, visible.mask, self.shown)
-            self.tiles[self.groups[heads.start]].add(*shown, visible.rows, visible.columns)
-        if x.shape[0] > 1:
-            self.variance[heads] += _summed_variance(x, visible.mask)
-            self.pairs += int(visible.mask.all(0).sum()) if heads.start == 0 else 0
+    def shifted_from(self, content: "MapBuilder") -> None:
+        """Take the statistics of the content, which differ by the bias of each distance, and nothing twice."""
+        self._content = content
+
+    def begin_rows(self, visible: BlockMask, pieces: list[Piece], bias: Tensor | None) -> None:
+        """Make room for some rows of all heads."""
+        self.visible = visible
+        height, heads, keys = visible.rows.stop - visible.rows.start, self.record.shape[1], self.record.shape[3]
+        if self.tiles is not None and self._rows is None:
+            # Made once, and wide enough for all: new memory costs more than the numbers that go into it.
+            self._rows = torch.empty(heads, height, keys, device=self.record.q.device)
+        if self._content is None:
+            own = at_least_float32(self.record.q[:0])
+            dtype = own.dtype if bias is None else torch.promote_types(own.dtype, bias.dtype)
+            self.diagonals.begin_rows(pieces, height, own.to(dtype))
+
+    def add(self, block: ScoreBlock) -> None:
+        """Take in some heads of these rows; threads may add different heads at once."""
+        if self._content is not None and self.tiles is None:
+            return
+        x, mask, heads = self._values(block), block.visible.mask, block.heads
+        if self._rows is not None:
+            self._rows[heads, : x.shape[2], : x.shape[3]] = _single_map(x, mask, self.shown)
+        if self._content is None:
+            self.diagonals.add(x, heads)
+            if x.shape[0] > 1:
+                self.variance[heads] += _summed_variance(x, mask)
+
+    def end_rows(self) -> None:
+        """Count these rows, now that all heads are there."""
+        mask = self.visible.mask
+        if self.tiles is not None and self._rows is not None:
+            shown = mask[0, 0] if self.shown == "first" else mask.any(0)[0]
+            rows = self._rows[:, : mask.shape[2], : mask.shape[3]]
+            self.tiles.add(rows, shown, self.visible.rows, self.visible.columns)
+        if self._content is None:
+            self.diagonals.end_rows()
+        self.pairs += int(mask.all(0).sum()) if self.record.shape[0] > 1 else 0
 
     def finish(self) -> LayerMap:
-        """The map of all blocks."""
-        record = self.record
+        """The map of all rows."""
+        record, diagonals, variance = self.record, self.diagonals, self.variance
+        if self._content is not None:
+            profile = None if record.bias is None else uniform_profile(record.bias, causal=record.causal)
+            assert profile is not None
+            diagonals, variance = self._content.diagonals.shifted(profile), self._content.variance
         _, _, queries, keys = record.shape
-        unknown = torch.full_like(self.variance, torch.nan).float()
+        unknown = torch.full_like(variance, torch.nan).float()
         if self.what == "bias" and record.context_free and record.rescore is None:
             dependence = torch.zeros_like(unknown)
         else:
-            dependence = (self.variance / self.pairs).sqrt().float() if self.pairs else unknown
+            dependence = (variance / self.pairs).sqrt().float() if self.pairs else unknown
         return LayerMap(
             layer=record.layer,
             queries=queries,
             keys=keys,
             causal=record.causal,
             described=self.described,
-            tiles=_joined([tiles.done() for tiles in self.tiles]),
-            profile=self.diagonals.profile(),
+            tiles=None if self.tiles is None else self.tiles.done(),
+            profile=diagonals.profile(),
             context_dependence=dependence,
-            diagonal_spread=self.diagonals.spread(),
+            diagonal_spread=diagonals.spread(),
         )
 
     def profile(self) -> LayerMap:
@@ -161,21 +244,26 @@ def _head_groups(record: AttentionRecord, rows: int) -> tuple[slice, ...]:
     return tuple(slice(start, min(start + size, heads)) for start in range(0, heads, size))
 
 
-def _bias_blocks(record: AttentionRecord, visible: BlockMask, groups: tuple[slice, ...]) -> Iterator[ScoreBlock]:
-    bias = bias_block(record, visible)
+def _only_shifts(record: AttentionRecord) -> bool:
+    """Whether scores are the content and a number per distance, the same for all sequences."""
+    changed = (record.rescore, record.logit_scale, record.softcap)
+    if record.bias is None or any(part is not None for part in changed) or record.bias.shape[1] != record.shape[1]:
+        return False
+    return uniform_profile(record.bias, causal=record.causal) is not None
+
+
+def _bias_alone(visible: BlockMask, heads: slice, bias: Tensor | None) -> ScoreBlock:
     assert bias is not None
-    for heads in groups:
-        yield ScoreBlock(visible, heads, bias[:, heads], bias[:, heads], bias[:, heads])
+    return ScoreBlock(visible, heads, bias[:, heads], bias[:, heads], bias[:, heads])
 
 
 def _single_map(
     x: Float[Tensor, "batch head row column"], mask: Bool[Tensor, "#batch 1 row column"], shown: Shown
-) -> tuple[Float[Tensor, "head row column"], Bool[Tensor, "row column"]]:
+) -> Float[Tensor, "head row column"]:
     """The first sequence, or the mean over those that see a key; x is 0 where they do not."""
     if shown == "first" or x.shape[0] == 1:
-        return x[0], mask[0, 0]
-    mask = mask.expand(x.shape[0], -1, -1, -1)
-    return x.sum(0) / mask.sum(0).clamp(min=1), mask.any(0)[0]
+        return x[0]
+    return x.sum(0) / mask.expand(x.shape[0], -1, -1, -1).sum(0).clamp(min=1)
 
 
 def _summed_variance(
@@ -188,20 +276,9 @@ def _summed_variance(
     if mask.shape[0] > 1:
         away.masked_fill_(~mask.all(0), 0)
     total = away.sum(0) if count > 2 else away[0]
-    squares = sum(_squares(part) for part in away) - _squares(total) / count
-    return squares.clamp(min=0).cpu() / (count - 1)
-
-
-def _squares(x: Float[Tensor, "head row column"]) -> Float[Tensor, " head"]:
-    """The sum of squares of every head."""
-    return torch.stack([torch.dot(head, head) for head in x.flatten(1)]).double()
-
-
-def _joined(parts: list[Tiles]) -> Tiles | None:
-    """The tiles of all heads."""
-    if len(parts) < 2:
-        return parts[0] if parts else None
-    mean, least, greatest = (
-        torch.cat([getattr(part, name) for part in parts]) for name in ("mean", "least", "greatest")
-    )
-    return Tiles(parts[0].pool, mean, least, greatest)
+    sums = []
+    for head in range(x.shape[1]):
+        parts = [part[head].flatten() for part in (*away, total)]
+        *squares, of_total = (float(torch.dot(part, part)) for part in parts)
+        sums.append(max(0.0, sum(squares) - of_total / count) / (count - 1))
+    return torch.tensor(sums, dtype=torch.float64)

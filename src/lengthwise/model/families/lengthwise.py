@@ -69,8 +69,7 @@ class LengthwiseFamily(Family):
         changed = any(encoding.overrides(hook) for hook in ("rescore", "logit_scale"))
         if not encoding.context_free or changed:
             return None
-        weight = self.model.get_input_embeddings().weight
-        x = torch.zeros(1, length, self.model.config.n_embd, dtype=weight.dtype, device=weight.device)
+        x = torch.zeros(1, length, self.model.config.n_embd, dtype=self.model.dtype, device=self.model.device)
         return encoding.bias(x, layout(x))
 
     @contextmanager
