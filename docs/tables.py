@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 MEASURED = ROOT / "benchmarks/results/attention-full.jsonl"
 LENGTHS = (1024, 4096, 16384)
+WORDS = {"plain": "*no bias*", "fire-512": "fire", "fire": "fire (L beyond the length)"}
 STUDY = ROOT / "benchmarks/results/study.json"
 MODEL = {
     "train": ("training step of preset tiny, 1,024 tokens", "ratio", "{:.2f}"),
@@ -31,43 +32,47 @@ def rows_of(path: Path = MEASURED) -> list[dict]:
 
 
 def measured(rows: list[dict]) -> str:
-    """Training time as a ratio to SDPA with no bias, and the other figures worth a column."""
-    ours = [row for row in rows if row["rival"] == "lengthwise"]
-    names = list(dict.fromkeys((row["encoding"], row["options"]) for row in ours if row["length"] == 4096))
+    """Training time as ratios to SDPA and to our own call, both without a bias, and the other numbers worth a column."""
+    names = list(dict.fromkeys(row["encoding"] for row in rows if row["length"] == 4096 and "rival" not in row))
+    dense = {row["encoding"]: row for row in rows if row.get("rival") == "dense SDPA" and row["length"] == 4096}
+    limit = _one(rows, {"encoding": "sdpa", "mode": "train", "length": 4096})
     lines = [
         "| encoding | 1,024 | 4,096 | 16,384 | skipped | peak memory | dense SDPA | decode, ready | decode, built |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, options in names:
-        case = {"encoding": name, "options": options}
-        times = [_one(rows, case | {"length": n, "mode": "train", "rival": "lengthwise"}) for n in LENGTHS]
-        limit, dense = (
-            _one(rows, case | {"length": 4096, "mode": "train", "rival": r}) for r in ("no bias", "dense SDPA")
-        )
+    shown: list[dict] = []
+    for name in [name for name in names if name != "sdpa"]:
+        times = [_one(rows, {"encoding": name, "length": n, "mode": "train"}) for n in LENGTHS]
         ready, built = (
-            _one(rows, case | {"length": 4096, "mode": "decode", "rival": r})
-            for r in ("lengthwise, bias ready", "lengthwise")
+            _one(rows, {"encoding": name, "length": 4096, "mode": mode}) for mode in ("decode-ready", "decode-built")
         )
         middle = times[1]
+        shown += [row for row in (*times, ready, built, dense.get(name)) if row is not None]
         share = middle.get("skipped_share") if middle else None
         cells = [
-            name + (" (L beyond the length)" if "threshold" in options else ""),
-            *(_ratio(row) for row in times),
+            WORDS.get(name, name),
+            *(_both_ratios(row) for row in times),
             "" if not share else f"{share:.0%}",
             "" if not middle or not limit else f"{middle['peak_bytes'] / limit['peak_bytes']:.2f}",
-            _ratio(dense),
-            _ratio(ready, "median_ratio"),
-            _ratio(built, "median_ratio"),
+            "" if name not in dense else f"{dense[name]['to_sdpa']['median']:.2f}",
+            *(_both_ratios(row) for row in (ready, built)),
         ]
         lines.append("| " + " | ".join(cells) + " |")
+    fast = [row for row in shown if "rival" not in row]
+    spreads = sorted((r["quartiles"][1] - r["quartiles"][0]) / 2 / r["median"] for r in (x["to_sdpa"] for x in fast))
     born = rows[0]["born"]
-    runs = dict.fromkeys(f"`{row['born']['command']}` at commit {row['born']['commit']}" for row in rows)
     lines += [
         "",
-        f"Measured on {born['date']} by {'; '.join(runs)}: {born['machine']}, "
-        f"torch {born['versions']['torch']}, Python {born['versions']['python']}.",
+        f"Medians of {min(row['rounds'] for row in fast)} rounds, of {min(x['rounds'] for x in dense.values())} for "
+        f"dense SDPA; the quartiles are {spreads[len(spreads) // 2]:.1%} from the median in the middle case and "
+        f"{spreads[-1]:.0%} in the worst. Measured on {born['date']} by `{born['command']}` at commit "
+        f"{born['commit']}: {born['machine']}, torch {born['versions']['torch']}, Python {born['versions']['python']}.",
     ]
     return "\n".join(lines)
+
+
+def _both_ratios(row: dict | None) -> str:
+    return "" if row is None else f"{row['to_sdpa']['median']:.2f} / {row['to_plain']['median']:.2f}"
 
 
 def model(files: dict[str, list[dict]]) -> str:
@@ -115,10 +120,6 @@ def study(results: dict) -> str:
 
 def _one(rows: list[dict], wanted: dict) -> dict | None:
     return next((row for row in rows if all(row[key] == value for key, value in wanted.items())), None)
-
-
-def _ratio(row: dict | None, which: str = "ratio") -> str:
-    return "" if row is None else f"{row[which]:.2f}"
 
 
 if __name__ == "__main__":
