@@ -16,13 +16,13 @@ from certificate import certificate
 
 from lengthwise.inspect import position_maps
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
-from lengthwise.views.maps import What
+from lengthwise.views.maps import Quantity
 from lengthwise.views.page import Page
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from browser_kit import open_browser
 
-CASES: list[tuple[str, What, int]] = [
+CASES: list[tuple[str, Quantity, int]] = [
     ("rope", "scores", 2048),
     ("kerple", "bias", 4096),
     ("t5", "bias", 4096),
@@ -52,7 +52,7 @@ async ([layer, head]) => {
 """
 
 
-def make_page(encoding: str, what: What, length: int) -> Page:
+def make_page(encoding: str, quantity: Quantity, length: int) -> Page:
     torch.manual_seed(0)
     sizes = {"vocab_size": 257, "n_positions": length, "n_embd": 192, "n_layer": 12, "n_head": 12}
     options = {"threshold": float(length)} if encoding == "fire" else {}
@@ -61,13 +61,13 @@ def make_page(encoding: str, what: What, length: int) -> Page:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
     ids = torch.randint(257, (1, length))
-    return position_maps(model, ids, "all", what, tokens=[f" w{token}" for token in ids[0].tolist()]).page()
+    return position_maps(model, ids, "all", quantity, tokens=[f" w{token}" for token in ids[0].tolist()]).page()
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder, open_browser() as browser:
-        for encoding, what, length in CASES:
-            path = make_page(encoding, what, length).save(Path(folder) / f"{encoding}.html")
+        for encoding, quantity, length in CASES:
+            path = make_page(encoding, quantity, length).save(Path(folder) / f"{encoding}.html")
             paints, wholes, enlarged = [], [], []
             for repeat in range(REPEATS):
                 tab = browser.new_page(viewport={"width": 1360, "height": 1000})
@@ -79,7 +79,7 @@ def main() -> None:
                 enlarged += [tab.evaluate(ENLARGE, [layer, (layer + repeat) % 12]) for layer in range(12)]
                 tab.close()
             line = {
-                "case": f"{encoding}: {what} of 12 x 12 heads, {length:,} tokens",
+                "case": f"{encoding}: {quantity} of 12 x 12 heads, {length:,} tokens",
                 "megabytes": round(path.stat().st_size / 1e6, 2),
                 "first_paint_seconds": round(statistics.median(paints), 3),
                 "all_heads_drawn_seconds": round(statistics.median(wholes), 3),

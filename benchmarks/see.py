@@ -51,7 +51,7 @@ def measure(case: str, length: int) -> dict[str, object]:
     from lengthwise.inspect import position_maps
     from lengthwise.views.style import save_picture
 
-    name, what = case.split()
+    name, quantity = case.split()
     model = make_model(name, length)
     ids = torch.randint(50257, (1, length), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -63,7 +63,7 @@ def measure(case: str, length: int) -> dict[str, object]:
         path = Path(folder) / "all.png"
 
         def see() -> None:
-            save_picture(position_maps(model, ids, "all", what).overview(), path)
+            save_picture(position_maps(model, ids, "all", quantity).overview(), path)
 
         seconds, work = timed(see)
         size = path.stat().st_size

@@ -32,7 +32,7 @@ def rows_of(path: Path = MEASURED) -> list[dict]:
 
 
 def measured(rows: list[dict]) -> str:
-    """Training time as ratios to SDPA and to our own call, both without a bias, and the other numbers worth a column."""
+    """Training time as ratios to SDPA and to our own call, both without a bias, and other numbers worth a column."""
     names = list(dict.fromkeys(row["encoding"] for row in rows if row["length"] == 4096 and "rival" not in row))
     dense = {row["encoding"]: row for row in rows if row.get("rival") == "dense SDPA" and row["length"] == 4096}
     limit = _one(rows, {"encoding": "sdpa", "mode": "train", "length": 4096})

@@ -58,9 +58,9 @@ class Seen:
         self.tab.evaluate(f"moveCursor({i}, {j})")
         self.ready()
 
-    def read(self, what: str, side: int = 0, part: str = "value") -> float:
+    def read(self, quantity: str, side: int = 0, part: str = "value") -> float:
         """A number as the page has it at the cursor, with all its digits."""
-        cell = self.tab.locator(f"#reading td[data-read={what}]").nth(side)
+        cell = self.tab.locator(f"#reading td[data-read={quantity}]").nth(side)
         return float(cell.get_attribute(f"data-{part}") or "nan")
 
     def texts(self, selector: str) -> list[str]:

@@ -115,7 +115,14 @@ def test_a_value_of_another_type_is_one_line_with_the_option_and_the_value(comma
 NONSENSE = {
     "export": {"--out": "/dev/null/x"},
     "show": {
-        **{"--out": "/dev/null/x.png", "--layer": "x", "--detail": "x", "--heads": "x", "--what": "x", "--part": "x"},
+        **{
+            "--out": "/dev/null/x.png",
+            "--layer": "x",
+            "--detail": "x",
+            "--heads": "x",
+            "--quantity": "x",
+            "--part": "x",
+        },
         "--text": "",
     },
     "train": {

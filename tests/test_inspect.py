@@ -12,7 +12,7 @@ from lengthwise.inspect import capture_attention, position_maps, position_views
 from lengthwise.inspect.model_maps import position_records
 from lengthwise.inspect.summarize import MapOptions, layer_maps
 from lengthwise.model import LengthwiseForCausalLM
-from lengthwise.views.maps import WHATS
+from lengthwise.views.maps import QUANTITIES
 
 CONTEXT_FREE = ["alibi", "kerple", "kerple-power", "fire", "fire-short", "t5", "t5-clamped"]
 CONTEXTUAL = ["cable", "cable-nw", "k-cable", "fox", "cope", "dape", "dapev2", "dapev2-cable"]
@@ -69,7 +69,7 @@ def test_a_bias_that_follows_the_tokens_says_so_once_two_sequences_are_seen(case
 @pytest.mark.parametrize("case", WITHOUT_BIAS)
 def test_a_model_without_a_bias_offers_scores_and_profile(case):
     model = loud_model(case)
-    with pytest.raises(ValueError, match=r"adds none \(it has '.*'\).*what='scores'.*what='profile'"):
+    with pytest.raises(ValueError, match=r"adds none \(it has '.*'\).*quantity='scores'.*quantity='profile'"):
         position_maps(model, tokens(1))
     assert set(position_views(model, tokens(1))) == {"content", "scores", "weights", "profile"}
 
@@ -91,11 +91,11 @@ def by_loops(values: list[Tensor]) -> tuple[list[float], list[float], float, flo
     return means, spreads, math.sqrt(sum(within) / len(within)), math.sqrt(sum(between) / len(between))
 
 
-@pytest.mark.parametrize("what", ["bias", "scores"])
-def test_profile_and_spreads_are_those_of_plain_loops(what):
+@pytest.mark.parametrize("quantity", ["bias", "scores"])
+def test_profile_and_spreads_are_those_of_plain_loops(quantity):
     model, ids = loud_model("cable"), tokens(3, length=13)
-    maps = position_maps(model, ids, what=what, shown="first")
-    values = [position_maps(model, row[None], what=what).values.double() for row in ids]
+    maps = position_maps(model, ids, quantity=quantity, shown="first")
+    values = [position_maps(model, row[None], quantity=quantity).values.double() for row in ids]
     for head in range(3):
         mean, spread, diagonals, context = by_loops([x[head] for x in values])
         one = maps.maps[0]
@@ -109,8 +109,8 @@ def test_many_blocks_give_what_one_gives(monkeypatch):
     model, ids = loud_model("cable"), tokens(2)
     whole = position_views(model, ids, resolution=5)
     monkeypatch.setattr("lengthwise.views.tiles.BLOCK", 500)
-    for what, maps in position_views(model, ids, resolution=5).items():
-        one, other = whole[what].maps[0], maps.maps[0]
+    for quantity, maps in position_views(model, ids, resolution=5).items():
+        one, other = whole[quantity].maps[0], maps.maps[0]
         torch.testing.assert_close(one.profile.mean, other.profile.mean)
         torch.testing.assert_close(one.diagonal_spread, other.diagonal_spread)
         torch.testing.assert_close(one.context_dependence, other.context_dependence)
@@ -127,12 +127,12 @@ def test_many_threads_give_what_one_gives_bit_by_bit_and_leave_torchs_own_number
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            maps[threads] = layer_maps(record, WHATS, MapOptions("first", 5))
+            maps[threads] = layer_maps(record, QUANTITIES, MapOptions("first", 5))
             assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
-    for what, single in maps[1].items():
-        other = maps[3][what]
+    for quantity, single in maps[1].items():
+        other = maps[3][quantity]
         assert torch.equal(single.profile.mean, other.profile.mean)
         assert torch.equal(single.diagonal_spread, other.diagonal_spread)
         assert torch.equal(single.context_dependence, other.context_dependence)
@@ -146,9 +146,9 @@ def test_statistics_of_scores_that_are_shifted_content_are_those_of_the_scores_a
     mask = torch.ones_like(ids)
     mask[1, :7] = 0
     together = position_views(model, ids, "all", attention_mask=mask)
-    for what in ("scores", "profile"):
-        alone = position_maps(model, ids, "all", what, attention_mask=mask)
-        for single, other in zip(together[what].maps, alone.maps, strict=True):
+    for quantity in ("scores", "profile"):
+        alone = position_maps(model, ids, "all", quantity, attention_mask=mask)
+        for single, other in zip(together[quantity].maps, alone.maps, strict=True):
             largest = float(other.profile.mean.nan_to_num().abs().max())
             tolerance = 16 * torch.finfo(torch.float32).eps * largest
             torch.testing.assert_close(single.profile.mean, other.profile.mean, atol=tolerance, rtol=1e-5)
@@ -159,8 +159,8 @@ def test_statistics_of_scores_that_are_shifted_content_are_those_of_the_scores_a
 
 def test_tiles_are_means_and_extremes_of_the_pairs_that_may_meet():
     model = loud_model("cable")
-    full = position_maps(model, tokens(1), what="scores").values
-    tiles = position_maps(model, tokens(1), what="scores", resolution=5).maps[0].tiles
+    full = position_maps(model, tokens(1), quantity="scores").values
+    tiles = position_maps(model, tokens(1), quantity="scores", resolution=5).maps[0].tiles
     assert tiles.pool == 6
     assert tiles.mean.shape == (3, 5, 5)
     for row in range(5):
@@ -186,8 +186,8 @@ def test_padding_is_not_counted():
     model, ids = loud_model("cable").double(), tokens(2)
     mask = torch.ones_like(ids)
     mask[1, :7] = 0
-    padded = position_maps(model, ids, what="scores", attention_mask=mask, shown="first")
-    alone = [position_maps(model, ids[:1], what="scores"), position_maps(model, ids[1:, 7:], what="scores")]
+    padded = position_maps(model, ids, quantity="scores", attention_mask=mask, shown="first")
+    alone = [position_maps(model, ids[:1], quantity="scores"), position_maps(model, ids[1:, 7:], quantity="scores")]
     count = torch.arange(LENGTH, 0, -1)
     other = (count - 7).clamp(min=0)
     means = [one.maps[0].profile.mean for one in alone]
@@ -209,11 +209,11 @@ def test_the_kernel_of_a_rotary_head_is_its_score_where_all_tokens_are_one():
     torch.testing.assert_close(views["profile"].maps[0].kernel, expected, atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("what", ["bias", "scores"])
-def test_layers_come_in_the_given_order_and_a_model_is_left_as_it_was(what):
+@pytest.mark.parametrize("quantity", ["bias", "scores"])
+def test_layers_come_in_the_given_order_and_a_model_is_left_as_it_was(quantity):
     model = loud_model("kerple").train()
     own = model.config._attn_implementation
-    maps = position_maps(model, tokens(1), [1, 0], what)
+    maps = position_maps(model, tokens(1), [1, 0], quantity)
     assert maps.layers == (1, 0)
     assert maps.values.shape == (2, 3, LENGTH, LENGTH)
     assert model.training
@@ -311,7 +311,7 @@ def test_an_encoding_of_ones_own_is_seen_like_any_other_and_its_bias_is_left_alo
         ({"layer": 2}, "layer must be an int from -2 to 1, since there are 2, got 2"),
         ({"layer": []}, "layer must name at least one layer"),
         ({"layer": "last"}, "layer must be 'all', got 'last'"),
-        ({"what": "biases"}, "what must be 'bias' or 'content'"),
+        ({"quantity": "biases"}, "quantity must be 'bias' or 'content'"),
         ({"shown": "second"}, "shown must be 'first' or 'mean'"),
         ({"part": "encoder"}, "one kind of attention.*got 'encoder'"),
         ({"resolution": 0}, "resolution must be a positive int"),
@@ -328,14 +328,14 @@ def test_text_of_no_tokens_or_of_too_many_is_refused():
     with pytest.raises(ValueError, match="must hold at least one token"):
         position_maps(loud_model("alibi"), torch.ones(1, 0, dtype=torch.long))
     with pytest.raises(ValueError, match=r"takes at most 64 tokens.*got 65.*Cut them"):
-        position_maps(loud_model("learned"), tokens(1, length=65), what="scores")
+        position_maps(loud_model("learned"), tokens(1, length=65), quantity="scores")
     with pytest.raises(TypeError, match="input_ids must be an integer tensor"):
         position_maps(loud_model("alibi"), torch.ones(1, 4))
 
 
 def test_every_number_of_a_pooled_map_is_refused_with_the_way_to_get_it():
-    maps = position_maps(loud_model("cable"), tokens(1), what="scores", resolution=10)
+    maps = position_maps(loud_model("cable"), tokens(1), quantity="scores", resolution=10)
     with pytest.raises(ValueError, match=r"tiles of 3 x 3.*resolution=29"):
         maps.values  # noqa: B018
     with pytest.raises(ValueError, match=r"got a profile; draw it with curves"):
-        position_maps(loud_model("cable"), tokens(1), what="profile").figure()
+        position_maps(loud_model("cable"), tokens(1), quantity="profile").figure()

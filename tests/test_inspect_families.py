@@ -94,7 +94,7 @@ def test_a_relative_bias_that_follows_the_tokens_is_pooled_and_says_so(family):
 
 @pytest.mark.parametrize("family", [family for family in MODELS if family not in ADDITIVE + CONTEXTUAL])
 def test_a_model_without_a_bias_is_refused_one_and_others_are_offered(family):
-    with pytest.raises(ValueError, match=r"adds none.*what='scores'.*what='profile'"):
+    with pytest.raises(ValueError, match=r"adds none.*quantity='scores'.*quantity='profile'"):
         position_maps(make_model(family), ids(1))
 
 
@@ -124,7 +124,7 @@ def hooks_of(model) -> list[tuple[int, int]]:
 def test_capturing_leaves_a_model_as_it_was(family):
     model = make_model(family).train()
     own, hooks = model.config._attn_implementation, hooks_of(model)
-    position_maps(model, ids(1), what="scores")
+    position_maps(model, ids(1), quantity="scores")
     assert model.training
     assert model.config._attn_implementation == own
     assert hooks_of(model) == hooks
@@ -243,7 +243,7 @@ def test_robertas_table_ends_where_its_padding_row_says():
 
 
 def test_a_sliding_window_is_seen_as_keys_that_may_not_be():
-    may = ~position_maps(make_model("mistral"), ids(1), what="scores").values.isnan()
+    may = ~position_maps(make_model("mistral"), ids(1), quantity="scores").values.isnan()
     distance = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
     assert (may == ((distance >= 0) & (distance < 7))).all()
 
@@ -262,7 +262,7 @@ def test_the_kernel_of_a_rotary_head_is_its_mean_query_turned_against_its_mean_k
 def test_a_family_that_nothing_is_known_of_is_named_with_what_is_in_the_way():
     config = hf.CodeGenConfig(vocab_size=97, n_embd=48, n_layer=2, n_head=4, n_positions=64, rotary_dim=4)
     with pytest.raises(NotImplementedError, match=r"CodeGenForCausalLM has attention code of its own.*needs a file"):
-        position_maps(hf.CodeGenForCausalLM(config), ids(1), what="scores")
+        position_maps(hf.CodeGenForCausalLM(config), ids(1), quantity="scores")
     with pytest.raises(NotImplementedError, match=r"LongT5ForConditionalGeneration has no .* captured in layer 1"):
         position_maps(make_model("longt5"), ids(1), part="encoder")
     with pytest.raises(NotImplementedError, match=r"expected a model of transformers, got Linear"):
@@ -286,7 +286,7 @@ def test_attention_that_does_more_than_it_says_is_found_out(monkeypatch):
     model = make_model("llama")
     monkeypatch.setitem(interface.ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", louder)
     with pytest.raises(NotImplementedError, match=r"layer 1 of LlamaForCausalLM must give softmax.*does more"):
-        position_maps(model, ids(1), what="scores")
+        position_maps(model, ids(1), quantity="scores")
 
 
 def sabotaged(own: str, change):
@@ -306,7 +306,7 @@ def test_a_probe_that_changes_the_last_bit_of_what_it_hands_on_is_found_out(fami
     monkeypatch.setitem(interface.ALL_ATTENTION_FUNCTIONS._global_mapping, interface.PROBES[own], changed)
     model = make_model(family, own)
     with pytest.raises(AssertionError, match=r"must not change.*the output of .* differs by"):
-        position_maps(model, ids(1), what="scores")
+        position_maps(model, ids(1), quantity="scores")
     assert model.config._attn_implementation == own
 
 
@@ -314,7 +314,7 @@ def test_a_probe_under_which_a_window_is_lost_is_found_out(monkeypatch):
     masks = interface.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
     monkeypatch.setitem(masks, interface.PROBES["sdpa"], lambda *args, **kwargs: None)
     with pytest.raises(AssertionError, match=r"the output of Mistral.* differs by"):
-        position_maps(make_model("mistral", "sdpa"), ids(1), what="scores")
+        position_maps(make_model("mistral", "sdpa"), ids(1), quantity="scores")
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bloom", "t5"])
@@ -325,7 +325,7 @@ def test_looking_that_writes_to_what_the_model_reads_is_found_out(family, monkey
 
     monkeypatch.setattr(model_maps, "layer_maps", careless)
     with torch.inference_mode(), pytest.raises(AssertionError, match=r"layer 1 of .* were written to"):
-        position_maps(make_model(family), ids(1), what="scores")
+        position_maps(make_model(family), ids(1), quantity="scores")
 
 
 def test_what_a_decoder_reads_is_made_where_the_tokens_are():

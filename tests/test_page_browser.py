@@ -73,11 +73,11 @@ def test_numbers_read_from_the_page_are_those_of_the_tensors(browser, tmp_path, 
         page.ready()
         page.go(i, j)
         assert page.read("distance") == i - j
-        for what in ("bias", "content", "scores", "weights"):
-            wanted = float(found[what].values[1, 2, i, j])
+        for quantity in ("bias", "content", "scores", "weights"):
+            wanted = float(found[quantity].values[1, 2, i, j])
             # A described form is exact but for the last bit of a function; a cell has 15 bits after the first.
-            allowed = 1e-6 if found[what].maps[1].described is not None else 2.0**-16
-            assert page.read(what) == pytest.approx(wanted, rel=allowed, abs=1e-7), (what, i, j)
+            allowed = 1e-6 if found[quantity].maps[1].described is not None else 2.0**-16
+            assert page.read(quantity) == pytest.approx(wanted, rel=allowed, abs=1e-7), (quantity, i, j)
         wanted = float(found["bias"].maps[1].profile.mean[2, i - j])
         assert page.read("mean") == pytest.approx(wanted, rel=2.0**-10, abs=1e-7)
     page.go(5, 9)
@@ -123,11 +123,11 @@ def test_every_view_can_be_chosen_and_the_two_models_share_one_cursor(seen):
     seen.go(19, 7)
     first, second = (seen.read("bias", side) for side in (0, 1))
     assert first != second
-    for what in ("content", "scores", "weights", "profile", "bias"):
-        seen.tab.locator(f"#whats label:has(input[value={what}])").click()
+    for quantity in ("content", "scores", "weights", "profile", "bias"):
+        seen.tab.locator(f"#whats label:has(input[value={quantity}])").click()
         seen.ready()
-        assert seen.tab.evaluate("state.what") == what
-        assert seen.tab.locator("canvas.map").first.is_visible() == (what != "profile")
+        assert seen.tab.evaluate("state.what") == quantity
+        assert seen.tab.locator("canvas.map").first.is_visible() == (quantity != "profile")
         assert seen.tab.locator("button.head").count() == 2 * 2 * 3
     box = seen.tab.locator("canvas.map").nth(1).bounding_box()
     plot = seen.tab.evaluate("mapViews[1].plot")
@@ -184,14 +184,14 @@ def test_a_view_that_cannot_be_drawn_says_so_and_the_page_goes_on(browser, tmp_p
     seen.ready()
     assert "content of layer 2 cannot be read" in seen.tab.inner_text("#message")
     assert seen.tab.locator("button.head").count() == 6
-    for what in ("scores", "content", "weights", "content", "bias"):
-        seen.tab.locator(f"#whats label:has(input[value={what}])").click()
+    for quantity in ("scores", "content", "weights", "content", "bias"):
+        seen.tab.locator(f"#whats label:has(input[value={quantity}])").click()
         seen.ready()
-        if what == "content":
+        if quantity == "content":
             assert "content of this model cannot be drawn" in seen.tab.inner_text("#message")
             assert seen.tab.locator("#whats input:checked").get_attribute("value") != "content"
         else:
-            assert seen.tab.evaluate("state.what") == what
+            assert seen.tab.evaluate("state.what") == quantity
             assert seen.tab.locator("canvas.map").is_visible()
     seen.close()
 

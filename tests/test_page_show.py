@@ -45,9 +45,11 @@ def test_a_page_has_all_layers_every_view_and_single_cells_of_the_heads_that_are
     assert model["name"] == "model"
     assert len(snapshot["tokens"]) == 41
     assert list(snapshot["views"]) == ["bias", "content", "scores", "weights", "profile"]
-    for what, layers in snapshot["views"].items():
+    for quantity, layers in snapshot["views"].items():
         assert [layer["layer"] for layer in layers] == [0, 1]
-        assert layers[1]["detail"].keys() == ({"2"} if what in ("content", "scores", "weights") else set()), what
+        assert layers[1]["detail"].keys() == ({"2"} if quantity in ("content", "scores", "weights") else set()), (
+            quantity
+        )
     assert snapshot["views"]["bias"][0]["matrix"]["kind"] == "DistanceBias"
 
 

@@ -122,9 +122,9 @@ def test_single_cells_of_any_head_are_those_of_the_tensors(served):
     said = served.look(text=text)
     model = LengthwiseForCausalLM.from_pretrained(served.folder / "kerple-tiny")
     ids = torch.tensor([load_tokenizer("bytes")(text)["input_ids"]])
-    for what in ("bias", "content", "scores", "weights"):
-        wanted = position_maps(model, ids, "all", what, resolution=64).values[1, 2, 3:5, :5].numpy()
-        answer, found = served.cells(said["snapshots"][-1]["look"], what=what)
+    for quantity in ("bias", "content", "scores", "weights"):
+        wanted = position_maps(model, ids, "all", quantity, resolution=64).values[1, 2, 3:5, :5].numpy()
+        answer, found = served.cells(said["snapshots"][-1]["look"], quantity=quantity)
         assert answer.status == 200
         np.testing.assert_allclose(np.frombuffer(found, np.float32).reshape(2, 5), wanted, rtol=1e-5, atol=1e-6)
 
@@ -181,7 +181,7 @@ def test_looks_are_kept_for_two_viewers_at_once_but_not_for_ever(served):
         "kerple-tiny": "kerple",
         "cable-tiny": "cable",
     }
-    first, second = (served.cells(keys[name], what="bias")[1] for name in ("kerple-tiny", "cable-tiny"))
+    first, second = (served.cells(keys[name], quantity="bias")[1] for name in ("kerple-tiny", "cable-tiny"))
     assert first != second
     for _ in range(LOOKS):
         served.look()

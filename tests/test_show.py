@@ -63,7 +63,7 @@ def test_what_has_no_bias_is_drawn_by_its_scores_and_said_so(little, tmp_path, c
     assert "(it adds no bias, so the scores)" in out
 
 
-@pytest.mark.parametrize("options", [["--layer", "all"], ["--what", "profile"], ["--heads", "1-2", "--layer", "1"]])
+@pytest.mark.parametrize("options", [["--layer", "all"], ["--quantity", "profile"], ["--heads", "1-2", "--layer", "1"]])
 def test_a_checkpoint_is_drawn_by_layer_head_and_view(checkpoint, tmp_path, capsys, options):
     shown(capsys, checkpoint, "--out", tmp_path / "a.png", "--length", 41, *options)
     assert (tmp_path / "a.png").stat().st_size > 5000
@@ -143,13 +143,13 @@ def remote_code(folder):
         (["mine", "--layer", "0"], "layer must be numbers from 1 on"),
         (["mine", "--heads", "4"], r"heads must be from Head 1 to Head 3 .*got Head 4 \(index 3\)"),
         (["mine", "--heads", "x"], "heads must be numbers from 1 on"),
-        (["mine", "--what", "colour"], "what must be 'bias'"),
+        (["mine", "--quantity", "colour"], "quantity must be 'bias'"),
         (["mine", "--text", ""], "must have at least one token"),
         (["mine", "--length", "0"], "length must be a positive int"),
         (["empty"], "got 'empty', which has neither config.yaml nor config.json"),
         (["empty/config.txt"], "has neither"),
         (["remote"], "brings code of its own.*--trust-remote-code"),
-        (["none", "--what", "bias"], "adds no"),
+        (["none", "--quantity", "bias"], "adds no"),
         (["mine", "--paper", "--out", "empty/config.txt"], "--out must be a folder"),
         (["--paper", "--length", "99"], "figures decide length"),
         (["mine", "--paper"], "one of their encodings, .* got mine with 'fox'"),
@@ -176,6 +176,6 @@ def test_a_text_longer_than_the_model_takes_is_refused(tmp_path, capsys):
     tokenizer = load_tokenizer("bytes")
     LengthwiseForCausalLM(make_config("learned", vocab_size=len(tokenizer))).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    line = refused(capsys, tmp_path, "--text", "x" * 70, "--what", "scores", "--out", tmp_path / "a.png")
+    line = refused(capsys, tmp_path, "--text", "x" * 70, "--quantity", "scores", "--out", tmp_path / "a.png")
     assert "64 tokens" in line
     assert "70" in line

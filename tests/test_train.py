@@ -108,7 +108,7 @@ def test_any_encoding_trains_in_bfloat16_too(tmp_path, encoding):
     full = train(small_config(tmp_path, "full", encoding=encoding, steps=2, warmup=0, recompute=True))
     assert half.metrics[-1]["loss"] == pytest.approx(full.metrics[-1]["loss"], abs=0.1)
     assert {p.dtype for p in LengthwiseForCausalLM.from_pretrained(half.final).parameters()} == {torch.float32}
-    assert load_maps(half.maps[0]).what == ("scores" if encoding in ("rope", "learned", "none") else "bias")
+    assert load_maps(half.maps[0]).quantity == ("scores" if encoding in ("rope", "learned", "none") else "bias")
 
 
 def test_tensorboard_has_what_the_metrics_have(tmp_path):

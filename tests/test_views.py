@@ -36,7 +36,7 @@ def alibi_maps(length: int = 512, heads: int = 12) -> PositionMaps:
         context_dependence=torch.zeros(heads),
         diagonal_spread=torch.zeros(heads),
     )
-    return PositionMaps(model="GPT-2 Small", encoding="alibi", what="bias", maps=(one,))
+    return PositionMaps(model="GPT-2 Small", encoding="alibi", quantity="bias", maps=(one,))
 
 
 def panels(figure):
@@ -161,14 +161,14 @@ def test_hostile_token_and_model_names_are_drawn_as_they_are(tmp_path):
 
 @pytest.mark.parametrize("case", KINDS)
 def test_saved_maps_come_back_as_they_were(case, tmp_path):
-    for what, maps in position_views(loud_model(case), tokens(1), "all", tokens=["a", "<b>"]).items():
-        again = load_maps(maps.save(tmp_path / "deep" / f"{what}.safetensors"))
+    for quantity, maps in position_views(loud_model(case), tokens(1), "all", tokens=["a", "<b>"]).items():
+        again = load_maps(maps.save(tmp_path / "deep" / f"{quantity}.safetensors"))
         assert (again.title, again.tokens, again.layers) == (maps.title, ("a", "<b>"), maps.layers)
         for one, other in zip(maps.maps, again.maps, strict=True):
             assert type(one.described) is type(other.described)
             torch.testing.assert_close(one.profile.spread, other.profile.spread, equal_nan=True)
             assert (one.kernel is None) == (other.kernel is None)
-        if what != "profile":
+        if quantity != "profile":
             torch.testing.assert_close(again.values, maps.values, equal_nan=True, rtol=0, atol=0)
 
 

@@ -135,7 +135,9 @@ def show_parser() -> OptionParser:
     )
     parser.add_argument("--detail", type=str, help="heads of which a page keeps every cell, as LAYER.HEAD: 12.1,12.3")
     parser.add_argument("--heads", type=str, help="from 1 on, such as 1-3,12; all by default")
-    parser.add_argument("--what", type=str, help="bias, content, scores, weights or profile; bias if there is one")
+    parser.add_argument(
+        "--quantity", "--what", type=str, help="bias, content, scores, weights or profile; bias if there is one"
+    )
     parser.add_argument("--part", type=str, help="decoder, encoder or cross, where a model has them")
     parser.add_argument("--length", type=int, help="how many tokens; 512 if the model takes them")
     parser.add_argument("--text", type=str, help="the text that the model reads; by default sampled from held-out text")
@@ -149,7 +151,7 @@ def show(**options: Any) -> str:
     """A picture, a page, or all of the paper's figures."""
     names, paper, detail = (options.pop(name) for name in ("what_to_show", "paper", "detail"))
     if paper:
-        for name in ("layer", "heads", "what", "part", "length", "text"):
+        for name in ("layer", "heads", "quantity", "part", "length", "text"):
             if (value := options.pop(name)) is not None:
                 raise ValueError(f"the paper's figures decide {name} themselves, got --{name} {value}; leave it out")
         from lengthwise.show.paper_figures import show_paper

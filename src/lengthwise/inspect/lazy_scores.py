@@ -13,9 +13,9 @@ from torch import Tensor
 from lengthwise.errors import check_choice
 from lengthwise.inspect.scores import BiasRows, BlockMask, score_block, weights_of
 from lengthwise.model.families import AttentionRecord
-from lengthwise.views.maps import What
+from lengthwise.views.maps import Quantity
 
-QUANTITIES = ("bias", "content", "scores", "weights")
+PER_PAIR = ("bias", "content", "scores", "weights")
 """What there is a number of for every query and key."""
 
 
@@ -44,29 +44,31 @@ class LazyScores:
         )
 
     @torch.no_grad()
-    def part(self, what: What, layer: int, head: int, rows: slice, columns: slice) -> Float[Tensor, "row column"]:
+    def part(
+        self, quantity: Quantity, layer: int, head: int, rows: slice, columns: slice
+    ) -> Float[Tensor, "row column"]:
         """Some rows and columns of one head, NaN where a key is hidden."""
-        check_choice("what", what, QUANTITIES)
+        check_choice("quantity", quantity, PER_PAIR)
         record = self.record(layer, head)
         _, _, queries, keys = record.shape
         for name, span, size in (("rows", rows, queries), ("columns", columns, keys)):
             if not 0 <= span.start < span.stop <= size:
                 raise ValueError(f"{name} must lie within 0 to {size}, got {span.start} to {span.stop}")
-        if what == "bias" and not record.has_bias:
-            raise ValueError("what='bias' needs a model that adds one, but this model adds none")
+        if quantity == "bias" and not record.has_bias:
+            raise ValueError("quantity='bias' needs a model that adds one, but this model adds none")
         visible = BlockMask.of(record, rows, slice(0, keys))
         # Only a rescore needs all heads to compute one.
         heads = slice(head, head + 1) if record.rescore is None else slice(0, record.shape[1])
         bias = BiasRows(record, rows.stop - rows.start).block(visible)
         block = score_block(record, visible, heads, bias)
         mask = visible.mask[0, 0].expand(rows.stop - rows.start, keys)
-        values = weights_of(record, block) if what == "weights" else getattr(block, what)
+        values = weights_of(record, block) if quantity == "weights" else getattr(block, quantity)
         return values[0, head - heads.start].masked_fill(~mask, torch.nan)[:, columns].float()
 
-    def whole(self, what: What, layer: int, head: int) -> Float[Tensor, "query key"]:
+    def whole(self, quantity: Quantity, layer: int, head: int) -> Float[Tensor, "query key"]:
         """Every number of one head."""
         _, _, queries, keys = self.record(layer, head).shape
-        return self.part(what, layer, head, slice(0, queries), slice(0, keys))
+        return self.part(quantity, layer, head, slice(0, queries), slice(0, keys))
 
     def record(self, layer: int, head: int) -> AttentionRecord:
         """The record of a layer that has such a head, or an error."""

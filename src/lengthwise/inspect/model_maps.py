@@ -13,7 +13,7 @@ from lengthwise.inspect.capture import Layers, checked_layers, checked_part, run
 from lengthwise.inspect.summarize import MapOptions, Shown, bias_map, layer_maps
 from lengthwise.model.families import AttentionRecord, Family, family_of
 from lengthwise.views import PositionMaps
-from lengthwise.views.maps import WHATS, LayerMap, What
+from lengthwise.views.maps import QUANTITIES, LayerMap, Quantity
 
 PIXELS = 2**22
 """How many tiles are kept of all heads of all layers, where the caller does not say."""
@@ -25,7 +25,7 @@ def position_maps(
     model: nn.Module,
     input_ids: Ids,
     layer: Layers = -1,
-    what: What = "bias",
+    quantity: Quantity = "bias",
     *,
     part: str | None = None,
     shown: Shown = "mean",
@@ -38,7 +38,7 @@ def position_maps(
 
     model       one of ours, or any of transformers whose family is known; it is left as it was
     input_ids   (batch, position); with two sequences or more `context_dependence` is measured
-    what        "bias" what is added to the scores, "content" the scores without it, "scores", "weights" after the
+    quantity    "bias" what is added to the scores, "content" the scores without it, "scores", "weights" after the
                 softmax, "profile" the scores by distance alone
     part        "decoder", "encoder" or "cross" where there are several; the first that the model has
     shown       keep the "mean" map over all sequences, or that of the "first"
@@ -48,7 +48,7 @@ def position_maps(
         model,
         input_ids,
         layer,
-        [what],
+        [quantity],
         part=part,
         shown=shown,
         resolution=resolution,
@@ -56,14 +56,14 @@ def position_maps(
         decoder_input_ids=decoder_input_ids,
         tokens=tokens,
     )
-    return views[what]
+    return views[quantity]
 
 
 def position_views(
     model: nn.Module,
     input_ids: Ids,
     layer: Layers = -1,
-    whats: Collection[What] | None = None,
+    quantities: Collection[Quantity] | None = None,
     *,
     part: str | None = None,
     shown: Shown = "mean",
@@ -72,14 +72,14 @@ def position_views(
     decoder_input_ids: Ids | None = None,
     tokens: Sequence[str] | None = None,
     on_record: Callable[[AttentionRecord], None] | None = None,
-) -> dict[What, PositionMaps]:
-    """Several maps from one forward pass, by name; with no `whats` all that the model has. Else as `position_maps`.
+) -> dict[Quantity, PositionMaps]:
+    """Several maps from one forward pass, by name; without `quantities` all that there are. Else as `position_maps`.
 
     `on_record` is called with each layer's record once the layer is summarised: to count layers, to store single
     numbers (`LazyScores.add`), or to stop by an exception.
     """
-    for what in WHATS if whats is None else whats:
-        check_choice("what", what, WHATS)
+    for quantity in QUANTITIES if quantities is None else quantities:
+        check_choice("quantity", quantity, QUANTITIES)
     check_choice("shown", shown, get_args(Shown))
     if resolution is not None:
         check_int("resolution", resolution, "It counts tiles along a side.")
@@ -89,19 +89,25 @@ def position_views(
     layers = checked_layers(layer, family.depths[part])
     ids = _checked_ids(input_ids, "input_ids", family.max_length)
     inputs = model_inputs(model, ids, attention_mask, decoder_input_ids, family)
-    maps: dict[What, list[LayerMap]] = {}
+    maps: dict[Quantity, list[LayerMap]] = {}
 
     def summarise(record: AttentionRecord) -> None:
-        if whats is not None and "bias" in whats and not record.has_bias:
+        if quantities is not None and "bias" in quantities and not record.has_bias:
             raise ValueError(_no_bias(name, family.encoding, part))
         side = resolution or _side(record.shape[1] * len(layers))
-        wanted = [what for what in WHATS if (record.has_bias or what != "bias") and (whats is None or what in whats)]
-        for what, single in layer_maps(record, wanted, MapOptions(shown, side)).items():
-            maps.setdefault(what, []).append(single)
+        wanted = [
+            quantity
+            for quantity in QUANTITIES
+            if (record.has_bias or quantity != "bias") and (quantities is None or quantity in quantities)
+        ]
+        for quantity, single in layer_maps(record, wanted, MapOptions(shown, side)).items():
+            maps.setdefault(quantity, []).append(single)
         if on_record is not None:
             on_record(record)
 
-    known = _known_biases(family, layers, ids.shape[1]) if whats is not None and set(whats) == {"bias"} else None
+    known = (
+        _known_biases(family, layers, ids.shape[1]) if quantities is not None and set(quantities) == {"bias"} else None
+    )
     if known is not None and attention_mask is None and on_record is None:
         maps["bias"] = known
     else:
@@ -109,17 +115,17 @@ def position_views(
     _check_complete(maps, layers, name, part)
     order = {number: place for place, number in enumerate(layers)}
     return {
-        what: PositionMaps(
+        quantity: PositionMaps(
             model=getattr(model.config, "name_or_path", "") or name,
             encoding=family.encoding,
-            what=what,
+            quantity=quantity,
             maps=tuple(sorted(singles, key=lambda single: order[single.layer])),
             part=part,
             sequences=ids.shape[0],
             shown="first" if ids.shape[0] == 1 else shown,
             tokens=None if tokens is None else tuple(tokens),
         )
-        for what, singles in maps.items()
+        for quantity, singles in maps.items()
     }
 
 
@@ -171,8 +177,8 @@ def _known_biases(family: Family, layers: list[int], length: int) -> list[LayerM
 def _no_bias(name: str, encoding: str, part: str) -> str:
     where = "its cross attention" if part == "cross" else f"it has {encoding!r}"
     return (
-        f"what='bias' needs a model that adds one, but {name} adds none ({where}). "
-        "Ask for what='scores', what it computes, or what='profile', its scores by distance."
+        f"quantity='bias' needs a model that adds one, but {name} adds none ({where}). "
+        "Ask for quantity='scores', what it computes, or quantity='profile', its scores by distance."
     )
 
 
@@ -195,7 +201,7 @@ def _side(heads: int) -> int:
     return min(1024, 2 ** int(math.log2(math.sqrt(PIXELS / heads))))
 
 
-def _check_complete(maps: dict[What, list[LayerMap]], layers: list[int], name: str, part: str) -> None:
+def _check_complete(maps: dict[Quantity, list[LayerMap]], layers: list[int], name: str, part: str) -> None:
     captured = {single.layer for singles in maps.values() for single in singles}
     missing = [layer for layer in layers if layer not in captured]
     if missing:

@@ -15,7 +15,7 @@ from lengthwise.inspect.diagonals import Diagonals, Piece, uniform_profile
 from lengthwise.inspect.rotary import rotary_kernel
 from lengthwise.inspect.scores import BiasRows, BlockMask, ScoreBlock, score_block, weights_of
 from lengthwise.model.families import AttentionRecord
-from lengthwise.views.maps import LayerMap, What
+from lengthwise.views.maps import LayerMap, Quantity
 from lengthwise.views.tiles import TilePool, blocks
 
 Shown = Literal["first", "mean"]
@@ -36,31 +36,33 @@ class MapOptions:
     resolution: int
 
 
-def layer_maps(record: AttentionRecord, whats: Collection[What], options: MapOptions) -> dict[What, LayerMap]:
+def layer_maps(
+    record: AttentionRecord, quantities: Collection[Quantity], options: MapOptions
+) -> dict[Quantity, LayerMap]:
     """The maps of one layer; everything that needs blocks shares one walk over them."""
-    maps: dict[What, LayerMap] = {}
-    described = _described_map(record, options) if "bias" in whats else None
+    maps: dict[Quantity, LayerMap] = {}
+    described = _described_map(record, options) if "bias" in quantities else None
     if described is not None:
         maps["bias"] = described
-    waiting = [what for what in whats if what not in maps]
+    waiting = [quantity for quantity in quantities if quantity not in maps]
     if waiting:
         builders = _on_single_threads(partial(_walk, record, waiting, options))
-        for what in waiting:
-            maps[what] = builders["scores"].profile() if what == "profile" else builders[what].finish()
-    return {what: maps[what] for what in whats}
+        for quantity in waiting:
+            maps[quantity] = builders["scores"].profile() if quantity == "profile" else builders[quantity].finish()
+    return {quantity: maps[quantity] for quantity in quantities}
 
 
 def _walk(
-    record: AttentionRecord, whats: Collection[What], options: MapOptions, for_each: ForEach
-) -> dict[What, "MapBuilder"]:
+    record: AttentionRecord, quantities: Collection[Quantity], options: MapOptions, for_each: ForEach
+) -> dict[Quantity, "MapBuilder"]:
     """Builders that all rows were added to."""
-    pool = 1 if set(whats) == {"profile"} else -(-max(record.shape[2:]) // options.resolution)
+    pool = 1 if set(quantities) == {"profile"} else -(-max(record.shape[2:]) // options.resolution)
     spans = list(blocks(record.shape, pool, causal=record.causal))
     groups = _head_groups(record, spans[0][0].stop)
     # A profile is that of the scores, without their tiles.
-    builders: dict[What, MapBuilder] = {
-        what: MapBuilder(record, what, options, pool if what in whats else None)
-        for what in dict.fromkeys("scores" if what == "profile" else what for what in whats)
+    builders: dict[Quantity, MapBuilder] = {
+        quantity: MapBuilder(record, quantity, options, pool if quantity in quantities else None)
+        for quantity in dict.fromkeys("scores" if quantity == "profile" else quantity for quantity in quantities)
     }
     if "scores" in builders and "content" in builders and _only_shifts(record):
         builders["scores"].shifted_from(builders["content"])
@@ -114,11 +116,11 @@ def _on_single_threads(work: Callable[[ForEach], T]) -> T:
 class MapBuilder:
     """One map, while rows are added to it; `pool` is the size of its tiles, None if it has none."""
 
-    def __init__(self, record: AttentionRecord, what: What, options: MapOptions, pool: int | None) -> None:
-        self.record, self.what, self.shown = record, what, options.shown
+    def __init__(self, record: AttentionRecord, quantity: Quantity, options: MapOptions, pool: int | None) -> None:
+        self.record, self.quantity, self.shown = record, quantity, options.shown
         _, heads, queries, keys = record.shape
         self.described = None
-        if what == "bias" and _is_described(record, options.shown):
+        if quantity == "bias" and _is_described(record, options.shown):
             assert record.bias is not None
             self.described = record.bias.first_sequence()
         has_tiles = pool is not None and self.described is None
@@ -176,7 +178,7 @@ class MapBuilder:
             diagonals, variance = self._content.diagonals.shifted(profile), self._content.variance
         _, _, queries, keys = record.shape
         unknown = torch.full_like(variance, torch.nan).float()
-        if self.what == "bias" and record.context_free and record.rescore is None:
+        if self.quantity == "bias" and record.context_free and record.rescore is None:
             dependence = torch.zeros_like(unknown)
         else:
             dependence = (variance / self.pairs).sqrt().float() if self.pairs else unknown
@@ -197,12 +199,12 @@ class MapBuilder:
         return replace(self.finish(), tiles=None, kernel=rotary_kernel(self.record))
 
     def _values(self, block: ScoreBlock) -> Float[Tensor, "batch head row column"]:
-        if self.what == "bias":
+        if self.quantity == "bias":
             assert block.bias is not None
             return block.bias.expand(self.record.shape[0], -1, -1, -1)
-        if self.what == "content":
+        if self.quantity == "content":
             return block.content
-        return weights_of(self.record, block) if self.what == "weights" else block.scores
+        return weights_of(self.record, block) if self.quantity == "weights" else block.scores
 
 
 def bias_map(bias: Bias, layer: int, *, causal: bool) -> LayerMap | None:

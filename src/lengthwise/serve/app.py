@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lengthwise.errors import UserError
 from lengthwise.serve.session import LookCancelledError, Progress, Session
-from lengthwise.views import What
+from lengthwise.views import Quantity
 from lengthwise.views.page.html import document, policy
 
 HOSTS = ["127.0.0.1", "localhost", "[::1]"]
@@ -70,14 +70,16 @@ def make_app(session: Session) -> Starlette:
 
     async def cells(request: Request) -> Response:
         query = request.query_params
-        what: Any = query.get("what", "")
-        if what not in get_args(What):
-            raise ValueError(f"what must be one of {', '.join(get_args(What))}, got {what[:20]!r}")
+        quantity: Any = query.get("what", "")
+        if quantity not in get_args(Quantity):
+            raise ValueError(f"what must be one of {', '.join(get_args(Quantity))}, got {quantity[:20]!r}")
         layer, head, i, j, rows, columns = (
             _parse_int(query, name) for name in ("layer", "head", "i", "j", "rows", "columns")
         )
         part = await run_in_threadpool(
-            lambda: session.cells(query.get("look", ""), what, layer, head, slice(i, i + rows), slice(j, j + columns))
+            lambda: session.cells(
+                query.get("look", ""), quantity, layer, head, slice(i, i + rows), slice(j, j + columns)
+            )
         )
         return Response(part, media_type="application/octet-stream")
 

@@ -20,7 +20,7 @@ from lengthwise.model.families import AttentionRecord
 from lengthwise.serve.catalog import Catalog
 from lengthwise.show.options import ShowOptions, compute_views, layer_count
 from lengthwise.show.page import TILES, training_snapshots
-from lengthwise.views import What
+from lengthwise.views import Quantity
 from lengthwise.views.page import Snapshot, model_payload
 
 T = TypeVar("T")
@@ -118,13 +118,13 @@ class Session:
         payload["snapshots"][-1]["look"] = key
         return payload
 
-    def cells(self, key: str, what: What, layer: int, head: int, rows: slice, columns: slice) -> bytes:
+    def cells(self, key: str, quantity: Quantity, layer: int, head: int, rows: slice, columns: slice) -> bytes:
         """Some cells of a head as float32, row by row."""
         count = max(0, rows.stop - rows.start) * max(0, columns.stop - columns.start)
         if count > CELLS:
             raise ValueError(f"one answer must have at most {CELLS:,} cells, got {count:,}")
         with self._cells_lock:
-            part = self._cells.get_or_make(key, _forgotten).part(what, layer, head, rows, columns)
+            part = self._cells.get_or_make(key, _forgotten).part(quantity, layer, head, rows, columns)
         return part.contiguous().numpy().tobytes()
 
     @contextmanager

@@ -30,10 +30,10 @@ def model_maps(name: str, options: ShowOptions) -> tuple[PositionMaps, str]:
     """The maps of a model by its name, and a line on what they are."""
     loaded = options.load(name)
     sample = options.sample(loaded)
-    whats = None if options.what is None else [options.what]
-    views = compute_views(loaded, sample, options.layers("last"), whats, part=options.part)
-    maps = views[options.what or ("bias" if "bias" in views else "scores")]
-    note = "" if options.what or maps.what == "bias" else " (it adds no bias, so the scores)"
+    quantities = None if options.quantity is None else [options.quantity]
+    views = compute_views(loaded, sample, options.layers("last"), quantities, part=options.part)
+    maps = views[options.quantity or ("bias" if "bias" in views else "scores")]
+    note = "" if options.quantity or maps.quantity == "bias" else " (it adds no bias, so the scores)"
     return maps, f"{maps.title}{note}, {sample.ids.shape[1]} tokens of {sample.description}."
 
 
@@ -41,6 +41,6 @@ def _draw(models: list[PositionMaps], heads: list[int] | None) -> Figure:
     if len(models) > 1:
         return compare(models, heads=heads)
     (maps,) = models
-    if maps.what == "profile":
+    if maps.quantity == "profile":
         return maps.curves(heads=heads)
     return maps.figure(heads=heads) if len(maps.layers) == 1 else maps.overview()

@@ -8,7 +8,7 @@ from typing import Literal
 from lengthwise.inspect import position_views
 from lengthwise.loading import INITIAL_LENGTH, LoadedModel, TokenSample, load_model, sample_tokens
 from lengthwise.model.families import AttentionRecord, family_of
-from lengthwise.views import PositionMaps, What
+from lengthwise.views import PositionMaps, Quantity
 
 Layers = list[int] | Literal["all"]
 """Layers counted from 0, or from -1 backwards."""
@@ -25,7 +25,7 @@ class ShowOptions:
     """Such as 3 or 1-4; "last" or "all". A figure has the last by default, a page all."""
     heads: str | None = None
     """Such as 1-3,12. A page always has all."""
-    what: What | None = None
+    quantity: Quantity | None = None
     """The bias if there is one, by default."""
     part: str | None = None
     """"decoder", "encoder" or "cross", where a model has several."""
@@ -60,12 +60,12 @@ def compute_views(
     loaded: LoadedModel,
     sample: TokenSample,
     layers: Layers,
-    whats: Sequence[What] | None = None,
+    quantities: Sequence[Quantity] | None = None,
     *,
     part: str | None = None,
     tiles: int | None = None,
     on_record: Callable[[AttentionRecord], None] | None = None,
-) -> dict[What, PositionMaps]:
+) -> dict[Quantity, PositionMaps]:
     """Views of a model, all if none are named, from one forward pass.
 
     tiles       how many there are of all heads of all views, if that is limited
@@ -74,19 +74,19 @@ def compute_views(
     resolution = None
     if tiles is not None:
         heads = loaded.model.config.get_text_config().num_attention_heads * layer_count(loaded, layers, part)
-        resolution = max(16, math.isqrt(tiles // (heads * (TILED if whats is None else len(whats)))))
+        resolution = max(16, math.isqrt(tiles // (heads * (TILED if quantities is None else len(quantities)))))
     views = position_views(
         loaded.model,
         sample.ids,
         layers,
-        whats,
+        quantities,
         part=part,
         shown="first",
         resolution=resolution,
         tokens=sample.tokens,
         on_record=on_record,
     )
-    return {what: replace(maps, model=loaded.name) for what, maps in views.items()}
+    return {quantity: replace(maps, model=loaded.name) for quantity, maps in views.items()}
 
 
 TILED = 3

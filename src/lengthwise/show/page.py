@@ -6,11 +6,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lengthwise.inspect.lazy_scores import QUANTITIES, LazyScores
+from lengthwise.inspect.lazy_scores import PER_PAIR, LazyScores
 from lengthwise.loading import LoadedModel
 from lengthwise.runs import Run
 from lengthwise.show.options import Layers, ShowOptions, check_names, compute_views, layer_count, parse_heads
-from lengthwise.views import PositionMaps, What, load_maps
+from lengthwise.views import PositionMaps, Quantity, load_maps
 from lengthwise.views.page import Page, Snapshot, checked_page
 
 TILES = 5 * 2**19
@@ -54,7 +54,7 @@ def model_snapshots(name: str, options: ShowOptions) -> tuple[list[Snapshot], st
         loaded,
         sample,
         layers,
-        None if options.what is None else [options.what],
+        None if options.quantity is None else [options.quantity],
         part=options.part,
         tiles=TILES,
         on_record=cells.add if detail else None,
@@ -72,7 +72,7 @@ def training_snapshots(name: str) -> list[Snapshot]:
     snapshots = []
     for path in run.maps:
         maps = replace(load_maps(path), model=run.name)
-        snapshots.append(Snapshot({maps.what: maps}, int(Path(path).stem.removeprefix("step-"))))
+        snapshots.append(Snapshot({maps.quantity: maps}, int(Path(path).stem.removeprefix("step-"))))
     return snapshots
 
 
@@ -87,8 +87,12 @@ def _check_detail(heads: list[tuple[int, int]], loaded: LoadedModel, layers: Lay
 
 
 def _every_cell(
-    cells: LazyScores, heads: list[tuple[int, int]], views: Mapping[What, PositionMaps]
-) -> dict[What, dict[tuple[int, int], Tensor]]:
+    cells: LazyScores, heads: list[tuple[int, int]], views: Mapping[Quantity, PositionMaps]
+) -> dict[Quantity, dict[tuple[int, int], Tensor]]:
     """Every number of some heads, in every view that is not described anyway."""
-    tiled = [what for what, maps in views.items() if what in QUANTITIES and any(m.tiles is not None for m in maps.maps)]
-    return {what: {place: cells.whole(what, *place) for place in heads} for what in tiled}
+    tiled = [
+        quantity
+        for quantity, maps in views.items()
+        if quantity in PER_PAIR and any(m.tiles is not None for m in maps.maps)
+    ]
+    return {quantity: {place: cells.whole(quantity, *place) for place in heads} for quantity in tiled}

@@ -13,7 +13,7 @@ from lengthwise.inspect import position_maps
 from lengthwise.loading import INITIAL_LENGTH, LoadedModel, initial_model, load_model, sample_tokens
 from lengthwise.model import LengthwiseConfig
 from lengthwise.show.options import SEQUENCES
-from lengthwise.views import What
+from lengthwise.views import Quantity
 from lengthwise.views.style import checked_path, save_picture
 
 
@@ -25,7 +25,7 @@ class PaperFigure:
     encoding: str
     caption: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    what: What = "bias"
+    quantity: Quantity = "bias"
 
     @property
     def name(self) -> str:
@@ -104,7 +104,7 @@ def show_paper(
 
 def _draw(figure: PaperFigure, loaded: LoadedModel, folder: Path, *, seed: int, force: bool) -> str:
     sample = sample_tokens(loaded, length=INITIAL_LENGTH, seed=seed, count=SEQUENCES)
-    maps = position_maps(loaded.model, sample.ids, what=figure.what, shown="first", tokens=sample.tokens)
+    maps = position_maps(loaded.model, sample.ids, quantity=figure.quantity, shown="first", tokens=sample.tokens)
     name = figure.encoding if "over" not in figure.options else f"{figure.encoding} over {figure.options['over']}"
     maps = replace(maps, model=loaded.name, encoding=name)
     path = save_picture(maps.figure(), folder / f"{figure.name}.png", force=force)

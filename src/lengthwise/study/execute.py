@@ -176,7 +176,7 @@ class RunEvaluator:
                 model, length = loaded.model, min(loaded.train_length or LONGEST_MAP, LONGEST_MAP)
                 ids = torch.from_numpy(self.corpus(run).middle(length)[None]).to(model.device)
                 maps = position_maps(
-                    model, ids, layer=-1, what="bias" if find(run.encoding).overrides("bias") else "scores"
+                    model, ids, layer=-1, quantity="bias" if find(run.encoding).overrides("bias") else "scores"
                 )
                 self.picture(run).parent.mkdir(parents=True, exist_ok=True)
                 save_picture(maps.figure(), self.picture(run), force=True)

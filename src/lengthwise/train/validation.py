@@ -19,7 +19,7 @@ from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.train.checkpoint import whole_weights
 from lengthwise.train.config import ResolvedTrainConfig
 from lengthwise.train.distributed import World
-from lengthwise.views import What
+from lengthwise.views import Quantity
 
 log = logging.getLogger(__name__)
 RESOLUTION = 128
@@ -97,6 +97,6 @@ def save_map_snapshot(
                 model = LengthwiseForCausalLM(model.config)
             for name, parameter in model.named_parameters():
                 parameter.data.copy_(weights[name])
-        what: What = "bias" if ENCODINGS[model.config.encoding].overrides("bias") else "scores"
-        maps = position_maps(model, ids.to(world.device), "all", what, shown="first", resolution=RESOLUTION)
+        quantity: Quantity = "bias" if ENCODINGS[model.config.encoding].overrides("bias") else "scores"
+        maps = position_maps(model, ids.to(world.device), "all", quantity, shown="first", resolution=RESOLUTION)
     maps.save(path)

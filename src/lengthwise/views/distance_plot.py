@@ -63,18 +63,18 @@ def compare(
     for column, (maps, layer_map) in enumerate(zip(several, layer_maps, strict=True)):
         left = column * (LEFT + width) + LEFT
         axes = axes_at(figure, left, TOP, width - 0.15, HEIGHT)
-        if first is not None and maps.what == several[0].what:
+        if first is not None and maps.quantity == several[0].quantity:
             axes.sharey(first)
         first = first or axes
         head_lines(axes, layer_map, checked_heads(None, layer_map.heads), spread=False)
         finish(axes, label(maps), log=log)
-        axes.set_title(f"{maps.encoding}: {maps.what}", size=MIDDLE)
+        axes.set_title(f"{maps.encoding}: {maps.quantity}", size=MIDDLE)
         for row, head in enumerate(rows):
             top = TOP + HEIGHT + BELOW + row * (side + 0.3) + 0.1
             image = layer_map.pooled(256).mean[head].numpy()
             bar = axes_at(figure, left + side + 0.06, top, 0.06, side)
             map_axes = axes_at(figure, left, top, side, side)
-            panel(map_axes, layer_map, image, colour_scale(image, log=maps.what == "weights"), bar)
+            panel(map_axes, layer_map, image, colour_scale(image, log=maps.quantity == "weights"), bar)
             map_axes.set_ylabel(f"Head {head + 1}", size=SMALL, labelpad=1)
     write(figure, 0.06, 0.06, ", ".join(dict.fromkeys(maps.model for maps in several)), LARGE)
     return figure
@@ -113,7 +113,7 @@ def finish(axes: Axes, height: str, *, log: bool) -> None:
 
 def label(maps: LayerMaps) -> str:
     """The label of the vertical axis."""
-    return {"profile": "mean score", "bias": "bias"}.get(maps.what, f"mean of {maps.what}")
+    return {"profile": "mean score", "bias": "bias"}.get(maps.quantity, f"mean of {maps.quantity}")
 
 
 def shades(heads: int) -> np.ndarray:

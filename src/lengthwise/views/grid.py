@@ -39,7 +39,7 @@ def grid(maps: LayerMaps, *, heads: Sequence[int] | None = None, shared: bool = 
     (layer_map,) = maps.maps
     shown = checked_heads(heads, layer_map.heads)
     images = layer_map.pooled(RESOLUTION).mean.numpy()
-    log = maps.what == "weights"
+    log = maps.quantity == "weights"
     scale = colour_scale(images[shown], log=log) if shared else None
     across = min(len(shown), max(4, math.ceil(math.sqrt(len(shown)))))
     down = -(-len(shown) // across)
@@ -74,7 +74,7 @@ def overview(maps: LayerMaps) -> Figure:
     axes = axes_at(figure, left, top, maps.heads * side, len(rows) * side)
     for row, images in enumerate(rows):
         for head, image in enumerate(images):
-            scale = colour_scale(image, log=maps.what == "weights")
+            scale = colour_scale(image, log=maps.quantity == "weights")
             y, x = row * step[0], head * step[1]
             sheet[y : y + image.shape[0], x : x + image.shape[1]] = scale.paint(image)
             if maps.maps[row].causal:
@@ -91,7 +91,7 @@ def overview(maps: LayerMaps) -> Figure:
     axes.set_frame_on(False)
     write(figure, 0.06, 0.06, heading(maps, maps.maps[0]), LARGE)
     note = "query down, key across; in the corner the greatest and the least of each head's colours"
-    note += ", which follow the logarithm" if maps.what == "weights" else ""
+    note += ", which follow the logarithm" if maps.quantity == "weights" else ""
     write(figure, 0.06, top + len(rows) * side + 0.08, note, SMALL, GREY)
     return figure
 

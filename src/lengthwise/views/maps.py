@@ -18,8 +18,8 @@ from torch import Tensor
 from lengthwise.bias import Bias
 from lengthwise.views.tiles import Tiles, order, tiles_of
 
-What = Literal["bias", "content", "scores", "weights", "profile"]
-WHATS: tuple[What, ...] = ("bias", "content", "scores", "weights", "profile")
+Quantity = Literal["bias", "content", "scores", "weights", "profile"]
+QUANTITIES: tuple[Quantity, ...] = ("bias", "content", "scores", "weights", "profile")
 """What there is to see: the additive term, the scores without it, with it, after the softmax; and by distance alone."""
 
 
@@ -42,7 +42,7 @@ class Profile:
 
 @dataclass(frozen=True, eq=False)
 class LayerMap:
-    """One layer: `described` or `tiles` or, for what="profile", neither."""
+    """One layer: `described` or `tiles` or, for quantity="profile", neither."""
 
     layer: int
     queries: int
@@ -56,7 +56,7 @@ class LayerMap:
     diagonal_spread: Float[Tensor, " head"]
     """The spread along diagonals within a sequence, root mean square: 0 where only the distance matters."""
     kernel: Float[Tensor, "head distance"] | None = None
-    """For rotary encodings, what="profile": the score of the mean query and the mean key at each distance from 0."""
+    """For rotary encodings, quantity="profile": the score of the mean query and the mean key by distance."""
 
     @property
     def heads(self) -> int:
@@ -95,7 +95,7 @@ class LayerMaps:
 
     model: str
     encoding: str
-    what: What
+    quantity: Quantity
     maps: tuple[LayerMap, ...]
     part: str = ""
     """"encoder", "decoder" or "cross" in models that have several kinds of attention."""
@@ -148,7 +148,7 @@ class LayerMaps:
         """What it is, in a line."""
         where = f"{self.part} layer" if self.part else "layer"
         which = f"{where}{'s' * (len(self.maps) > 1)} {_spans(self.layers)}"
-        return f"{self.encoding}: {self.what} of {self.model}, {which}"
+        return f"{self.encoding}: {self.quantity} of {self.model}, {which}"
 
 
 def _spans(numbers: Iterable[int]) -> str:

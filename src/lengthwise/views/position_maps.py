@@ -37,7 +37,7 @@ class PositionMaps(LayerMaps):
 
     def page(self) -> Page:
         """All of it as an interactive page: `.save("heads.html")` writes one file that needs no network."""
-        return Page([[Snapshot({self.what: self})]])
+        return Page([[Snapshot({self.quantity: self})]])
 
     def save(self, path: str | Path) -> Path:
         """One safetensors file, which `load_maps` reads; described forms stay described."""
@@ -47,7 +47,7 @@ class PositionMaps(LayerMaps):
         return self.page()._repr_html_()
 
     def _repr_png_(self) -> bytes:
-        if self.what == "profile":
+        if self.quantity == "profile":
             return png(self.curves())
         return png(self.figure() if len(self.layers) == 1 else self.overview())
 

@@ -18,7 +18,7 @@ from lengthwise.files import replacing
 from lengthwise.views.maps import LayerMap, LayerMaps, Profile
 from lengthwise.views.tiles import Tiles
 
-FORM = "lengthwise position maps 2"
+FORM = "lengthwise position maps 3"
 """The first entry of the header; a change of the format changes the number."""
 
 
@@ -28,7 +28,7 @@ def save_maps(maps: LayerMaps, path: str | Path) -> Path:
     tensors: dict[str, Tensor] = {}
     layers = [_pack(layer_map, f"{index}.", tensors) for index, layer_map in enumerate(maps.maps)]
     about = {
-        name: getattr(maps, name) for name in ("model", "encoding", "what", "part", "sequences", "shown", "tokens")
+        name: getattr(maps, name) for name in ("model", "encoding", "quantity", "part", "sequences", "shown", "tokens")
     }
     with replacing(path) as partial:
         save_file(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lengthwise.files import write_atomic
-from lengthwise.views.maps import WHATS, LayerMaps, What
+from lengthwise.views.maps import QUANTITIES, LayerMaps, Quantity
 from lengthwise.views.page.html import document, iframe
 from lengthwise.views.page.payload import Detail, tokens_of, view_payload
 from lengthwise.views.style import writable_path
@@ -19,9 +19,9 @@ HEIGHT = 980
 class Snapshot:
     """Views of a model at one step of its training, or at its end; `detail` has every number of single heads."""
 
-    views: Mapping[What, LayerMaps]
+    views: Mapping[Quantity, LayerMaps]
     step: int | None = None
-    detail: Mapping[What, Detail] = field(default_factory=dict)
+    detail: Mapping[Quantity, Detail] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +78,11 @@ def snapshot_payload(snapshot: Snapshot) -> dict[str, Any]:
     return {
         "step": snapshot.step,
         "tokens": tokens_of(views),
-        "views": {what: view_payload(views[what], detail.get(what)) for what in WHATS if what in views},
+        "views": {
+            quantity: view_payload(views[quantity], detail.get(quantity))
+            for quantity in QUANTITIES
+            if quantity in views
+        },
     }
 
 

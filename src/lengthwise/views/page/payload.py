@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lengthwise.bias import Bias
-from lengthwise.views.maps import LayerMap, LayerMaps, What
+from lengthwise.views.maps import LayerMap, LayerMaps, Quantity
 from lengthwise.views.tiles import Tiles
 
 KINDS = ("DistanceBias", "LevelBias", "LineBias", "FunctionBias", "SumBias")
@@ -48,7 +48,7 @@ def view_payload(maps: LayerMaps, detail: Detail | None = None) -> list[dict[str
     ]
 
 
-def tokens_of(views: Mapping[What, LayerMaps]) -> list[str] | None:
+def tokens_of(views: Mapping[Quantity, LayerMaps]) -> list[str] | None:
     """The tokens, if any view has them."""
     return next((list(maps.tokens) for maps in views.values() if maps.tokens is not None), None)
 
