@@ -68,7 +68,7 @@ class Served:
         return last["model"] if expect == 200 else last
 
     def cells(self, key: str, **asked: object):
-        query = {"look": key, "what": "scores", "layer": 1, "head": 2, "i": 3, "j": 0, "rows": 2, "columns": 5} | asked
+        query = {"look": key, "quantity": "scores", "layer": 1, "head": 2, "i": 3, "j": 0, "rows": 2, "columns": 5} | asked
         return self.ask("GET", "/api/cells?" + "&".join(f"{name}={value}" for name, value in query.items()))
 
     def close(self) -> None:
@@ -151,8 +151,8 @@ def test_a_look_that_cannot_be_had_is_answered_in_words(served, wanted, status, 
     ("asked", "status", "words"),
     [
         ({"look": "unknown"}, 404, "not in memory any more"),
-        ({"what": "profile"}, 400, "what must be"),
-        ({"what": "passwords"}, 400, "what must be one of bias"),
+        ({"quantity": "profile"}, 400, "quantity must be"),
+        ({"quantity": "passwords"}, 400, "quantity must be one of bias"),
         ({"layer": 7}, 400, "Layer 8, Head 3"),
         ({"rows": 31, "i": 9}, 400, "rows must"),
         ({"rows": "1e9"}, 400, "rows must be an int"),

@@ -124,7 +124,7 @@ class Encoding(nn.Module):
         """How many numbers it learns, per layer that has one."""
         return sum(parameter.numel() for parameter in self.parameters())
 
-    def undecayed(self) -> list[nn.Parameter]:
+    def no_weight_decay(self) -> list[nn.Parameter]:
         """What weight decay must leave alone: parameters with fewer than two axes, and tables."""
         nested = [part for part in self.modules() if isinstance(part, Encoding)]
         tables = {id(getattr(part, name)) for part in nested for name in part.tables}

@@ -220,7 +220,7 @@ class LengthwisePreTrainedModel(PreTrainedModel):
 
     def parameter_groups(self, weight_decay: float = 0.1) -> list[dict[str, Any]]:
         """Groups for AdamW: matrices decay; biases, norms and what an encoding says must not do not."""
-        spared = {id(p) for part in self.modules() if isinstance(part, Encoding) for p in part.undecayed()}
+        spared = {id(p) for part in self.modules() if isinstance(part, Encoding) for p in part.no_weight_decay()}
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for parameter in self.parameters():
             groups[parameter.ndim >= 2 and id(parameter) not in spared].append(parameter)

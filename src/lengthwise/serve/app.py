@@ -70,9 +70,9 @@ def make_app(session: Session) -> Starlette:
 
     async def cells(request: Request) -> Response:
         query = request.query_params
-        quantity: Any = query.get("what", "")
+        quantity: Any = query.get("quantity", "")
         if quantity not in get_args(Quantity):
-            raise ValueError(f"what must be one of {', '.join(get_args(Quantity))}, got {quantity[:20]!r}")
+            raise ValueError(f"quantity must be one of {', '.join(get_args(Quantity))}, got {quantity[:20]!r}")
         layer, head, i, j, rows, columns = (
             _parse_int(query, name) for name in ("layer", "head", "i", "j", "rows", "columns")
         )

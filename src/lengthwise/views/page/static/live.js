@@ -173,7 +173,7 @@ async function sharpen() {
       const ends = [[seen.i, seen.j], [seen.i + seen.rows - 1, seen.j + seen.columns - 1]];
       if (near && !ends.every(([y, x]) => layer.matrix.single(head, y, x))) rows.push(seen);
       for (const part of rows) {
-        const query = new URLSearchParams({ look, what, layer: layer.layer, head, ...part });
+        const query = new URLSearchParams({ look, quantity: what, layer: layer.layer, head, ...part });
         const answer = await ask(`api/cells?${query}`);
         layer.matrix.learn(head, { ...part, cells: new Float32Array(await answer.arrayBuffer()) });
         learned = true;
