@@ -236,5 +236,5 @@ def test_every_number_of_a_pooled_map_is_refused_with_the_way_to_get_it():
     maps = position_maps(loud_model("cable"), tokens(1), what="scores", resolution=10)
     with pytest.raises(ValueError, match=r"tiles of 3 x 3.*resolution=29"):
         maps.values  # noqa: B018
-    with pytest.raises(ValueError, match=r"profile has no map.*curves"):
+    with pytest.raises(ValueError, match=r"got a profile.*curves"):
         position_maps(loud_model("cable"), tokens(1), what="profile").figure()
