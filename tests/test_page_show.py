@@ -64,10 +64,10 @@ def test_a_run_brings_its_snapshots(models, tmp_path):
     ("arguments", "words"),
     [
         (["--detail", "3"], r"detail must be LAYER\.HEAD from 1 on"),
-        (["--detail", "9.1"], "Layer 9, Head 1 .* came"),
+        (["--detail", "9.1"], "got Layer 9, Head 1"),
         (["--detail", "1.1", "--length", "2500"], "4,194,304 single cells of named heads at most; 1 of 2,500 x 2,500"),
         (["--heads", "1"], "a page has all heads"),
-        (["--layer", "7"], "layer must be a whole number"),
+        (["--layer", "7"], "layer must be an int"),
     ],
 )
 def test_what_cannot_be_put_on_a_page_is_answered_in_words(models, tmp_path, arguments, words):

@@ -109,10 +109,12 @@ def test_a_run_that_was_trained_is_drawn_for_the_paper_from_its_own_held_out_tex
     assert out.count("not trained: at its initial parameters") == 7
 
 
-def test_the_block_of_the_page_runs():
+def test_the_blocks_of_the_page_run_in_order():
     page = (Path(__file__).parents[1] / "docs/see.md").read_text()
-    (block,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    exec(compile(block, "see.md", "exec"), {})
+    scope: dict[str, object] = {}
+    for block in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
+        exec(compile(block, "see.md", "exec"), scope)
+    assert "records" in scope
 
 
 def remote_code(folder):
@@ -129,7 +131,7 @@ def remote_code(folder):
         (["alibi", "--out", "a.gif"], r"must end in \.png, \.svg, \.pdf"),
         (
             ["mine", "--layer", "3"],
-            r"layer must be .* from -2 to 1.*2 came \(Layer 3\).*--layer count from 1",
+            r"layer must be .* from -2 to 1.*got 2 \(Layer 3\).*--layer count from 1",
         ),
         (["mine", "--layer", "0"], "layer must be numbers from 1 on"),
         (["mine", "--heads", "4"], r"a head must be one of Head 1 to Head 3 .*Head 4 \(index 3\) came"),
@@ -169,5 +171,5 @@ def test_a_text_longer_than_the_model_takes_is_refused(tmp_path):
     tokenizer = load_tokenizer("bytes")
     LengthwiseForCausalLM(make_config("learned", vocab_size=len(tokenizer))).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(SystemExit, match=r"takes 64 tokens at most.*70 came"):
+    with pytest.raises(SystemExit, match=r"takes at most 64 tokens.*got 70"):
         main(["show", str(tmp_path), "--text", "x" * 70, "--what", "scores", "--out", str(tmp_path / "a.png")])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from lengthwise.folders import cache_folder
+from lengthwise.files import cache_folder
 from lengthwise.runs import Run
 from lengthwise.train import TrainConfig, train
 
