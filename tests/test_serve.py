@@ -68,7 +68,16 @@ class Served:
         return last["model"] if expect == 200 else last
 
     def cells(self, key: str, **asked: object):
-        query = {"look": key, "quantity": "scores", "layer": 1, "head": 2, "i": 3, "j": 0, "rows": 2, "columns": 5} | asked
+        query = {
+            "look": key,
+            "quantity": "scores",
+            "layer": 1,
+            "head": 2,
+            "i": 3,
+            "j": 0,
+            "rows": 2,
+            "columns": 5,
+        } | asked
         return self.ask("GET", "/api/cells?" + "&".join(f"{name}={value}" for name, value in query.items()))
 
     def close(self) -> None:
