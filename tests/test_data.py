@@ -1,6 +1,5 @@
 """Sources, tokenizers, token files and their order: everything a training run reads."""
 
-import importlib
 import json
 import logging
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 
 from lengthwise.data import Batches, documents, hub, load_tokenizer, prepare
+from lengthwise.data import prepare_tokens as preparing
 from lengthwise.data.files import PIECE, read_text
 from lengthwise.data.hub import joined_articles
 from lengthwise.data.sources import resolve
@@ -17,7 +17,6 @@ from lengthwise.files import file_hash
 
 BYTES = load_tokenizer("bytes")
 # The package has the function of that name.
-preparing = importlib.import_module("lengthwise.data.prepare")
 
 
 def text_folder(folder, count=41, words=17):
