@@ -28,7 +28,7 @@ from transformers.utils.output_capturing import capture_outputs
 from lengthwise.bias import Bias, SumBias
 from lengthwise.encodings import Encoding
 from lengthwise.encodings.registry import build
-from lengthwise.model.attention import NAME, run_attention
+from lengthwise.model.attention import NAME, eager_attention, run_attention
 from lengthwise.model.cache import remember
 from lengthwise.model.checkpoint_checks import checked_checkpoint, checked_loading
 from lengthwise.model.configuration import LengthwiseConfig
@@ -104,7 +104,11 @@ class LengthwiseAttention(nn.Module):
             "sink": encoding.sink(x),
         }
         implementation = self.config._attn_implementation
-        out, weights = run_attention(implementation, self, q, k, v, bias=bias, layout=layout, **parts, **kwargs)
+        # In this file: transformers looks for the call in a model's text before it lets its attention be chosen.
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
+        out, weights = run_attention(
+            attention, implementation, self, q, k, v, bias=bias, layout=layout, **parts, **kwargs
+        )
         if room and weights is not None:
             weights = F.pad(weights, (0, room))
         out = self.c_proj(out.to(x.dtype).flatten(2))
