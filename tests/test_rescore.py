@@ -92,7 +92,7 @@ def test_a_head_network_counts_a_pair_that_some_head_sees():
     whole = lw.explain(q, q, q, layout=layout, rescore=network)
     zero = torch.zeros_like(whole.content)
     pairs = mask.any(1, keepdim=True)
-    scores = network.scores(whole.content, zero, q, q, pairs).masked_fill(~mask, -torch.inf)
+    scores = network.apply(whole.content, zero, q, q, pairs).masked_fill(~mask, -torch.inf)
     assert torch.equal(whole.scores, scores)
 
 

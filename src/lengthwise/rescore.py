@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lengthwise.bias import Description, described
+from lengthwise.bias import Description, described, has_float64
 from lengthwise.errors import check_tensor, describe
 
 LEAK = 0.01
@@ -28,8 +28,22 @@ class Rescore(Description, ABC):
     """The scores of one call of attention, from its content and its bias."""
 
     in_float64: ClassVar[bool] = False
-    """Whether backends in torch should give content and bias in float64: a network of large scores, which are sums in
-    an order that depends on how many rows there are, loses in float32 what a softmax shows."""
+    """Whether torch should compute it in float64: a network of large scores, which are sums in an order that depends on
+    how many rows there are, loses in float32 what a softmax shows."""
+
+    def apply(
+        self,
+        content: Float[Tensor, "batch head row key"],
+        bias: Float[Tensor, "batch head row key"],
+        q: Float[Tensor, "batch head row dim"],
+        k: Float[Tensor, "batch head key dim"],
+        mask: Bool[Tensor, "#batch #head row key"],
+        rows: slice = slice(None),
+    ) -> Float[Tensor, "batch head row key"]:
+        """`scores`, in float64 where it should be and the device has it; the result is in content's dtype."""
+        if not self.in_float64 or not has_float64(content.device):
+            return self.scores(content, bias, q, k, mask, rows)
+        return self.scores(content.double(), bias.double(), q, k, mask, rows).to(content.dtype)
 
     @abstractmethod
     def scores(

@@ -11,7 +11,7 @@ from torch import Tensor
 from lengthwise.attention.call import AttentionCall
 from lengthwise.attention.finite import can_be_read, finite_inputs
 from lengthwise.attention.plan import Output
-from lengthwise.bias import at_least_float32, has_float64
+from lengthwise.bias import at_least_float32
 
 Rows = tuple[Float[Tensor, "batch head row value"], Float[Tensor, "batch head row"]]
 """Output and log-sum-exp of some rows, in float32 or better."""
@@ -45,9 +45,7 @@ def whole_rows(call: AttentionCall, rows: slice = slice(None)) -> Rows:
         content = scores.masked_fill(hidden, 0)
         bias = torch.zeros_like(content) if bias is None else bias.expand_as(content).masked_fill(hidden, 0)
         own_k = k if call.group == 1 else k.repeat_interleave(call.group, 1)
-        if call.rescore.in_float64 and has_float64(q.device):
-            content, bias = content.double(), bias.double()
-        scores = call.rescore.scores(content, bias, q, own_k, mask, rows).to(q.dtype)
+        scores = call.rescore.apply(content, bias, q, own_k, mask, rows)
     elif bias is not None:
         scores = scores + bias
     if call.logit_scale is not None:

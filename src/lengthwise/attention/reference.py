@@ -113,7 +113,7 @@ def score_rows(
         bias = torch.zeros_like(content)
     else:
         bias = call.bias.tile(rows, slice(None)).to(content.dtype).expand_as(content).masked_fill(~mask, 0)
-    scores = content + bias if call.rescore is None else call.rescore.scores(content, bias, q, k, mask, rows)
+    scores = content + bias if call.rescore is None else call.rescore.apply(content, bias, q, k, mask, rows)
     if call.logit_scale is not None:
         scores = at_least_float32(call.logit_scale)[:, :, rows, None] * scores
     return content, bias, scores.masked_fill(~mask, -torch.inf)

@@ -112,7 +112,7 @@ def score_block(record: AttentionRecord, visible: BlockMask, heads: slice, every
         factor = at_least_float32(record.logit_scale).expand(-1, record.shape[1], -1)[:, heads, visible.rows, None]
     if record.rescore is not None:
         added = torch.zeros_like(content) if bias is None else bias.expand_as(content)
-        rescored = record.rescore.scores(content, added, q, of_heads(k, group), visible.mask, visible.rows)
+        rescored = record.rescore.apply(content, added, q, of_heads(k, group), visible.mask, visible.rows)
         scores = visible.fill(rescored, 0)
         if factor is not None:
             content, scores = factor * content, factor * scores
