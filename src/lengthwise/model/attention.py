@@ -5,6 +5,7 @@ to add; both are quadratic. Stock kernels want a bias in the queries' own dtype,
 positions: so they get everything in float32.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lengthwise.attention import attend, checked_call, explain
 from lengthwise.bias import Bias, at_least_float32
@@ -78,6 +78,7 @@ def eager_attention(
 
 
 def run_attention(
+    attention: Callable[..., Output],
     implementation: str,
     module: nn.Module,
     query: Tensor,
@@ -88,8 +89,7 @@ def run_attention(
     layout: TokenLayout,
     **parts: Any,
 ) -> Output:
-    """Attention by the implementation of that name, with its inputs as it takes them."""
-    attention = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
+    """Attention by the function of an implementation, with its inputs as it takes them."""
     if implementation in DESCRIBED:
         return attention(module, query, key, value, None, bias=bias, layout=layout, **parts)
     qkv, mask, dense = stock_inputs(query, key, value, bias, layout, implementation=implementation)

@@ -28,7 +28,7 @@ from transformers.utils.output_capturing import capture_outputs
 from lengthwise.bias import Bias, SumBias
 from lengthwise.encodings import Encoding
 from lengthwise.encodings.registry import build
-from lengthwise.model.attention import NAME, run_attention
+from lengthwise.model.attention import NAME, eager_attention, run_attention
 from lengthwise.model.cache import remember
 from lengthwise.model.configuration import LengthwiseConfig
 from lengthwise.model.layout import added_by, make_layout, with_mask
@@ -104,7 +104,10 @@ class LengthwiseAttention(nn.Module):
             "sink": encoding.sink(x),
         }
         implementation = self.config._attn_implementation
-        out, weights = run_attention(implementation, self, q, k, v, bias=bias, layout=layout, **parts, **kwargs)
+        # By finding this call in the file transformers knows that the implementation can be chosen.
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
+        parts |= {"bias": bias, "layout": layout}
+        out, weights = run_attention(attention, implementation, self, q, k, v, **parts, **kwargs)
         if room and weights is not None:
             weights = F.pad(weights, (0, room))
         out = self.c_proj(out.to(x.dtype).flatten(2))

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lengthwise.attention import checked_call
 from lengthwise.bias import Bias
 from lengthwise.encodings import Encoding
-from lengthwise.model.attention import CAPTURE, Output, run_attention
+from lengthwise.model.attention import CAPTURE, Output, eager_attention, run_attention
 from lengthwise.model.families.base import AttentionRecord, Family, OnRecord, Rotary, Selected
 from lengthwise.model.modeling import LengthwiseAttention, LengthwisePreTrainedModel
 from lengthwise.rescore import Rescore
@@ -164,7 +165,9 @@ def _capture(
     calls = _calls.get()
     assert calls is not None, "the function is in place while a capture is open"
     parts: dict[str, Any] = {"bias": bias, "rescore": rescore, "logit_scale": logit_scale, "sink": sink}
-    out, weights = run_attention(calls.implementation, module, query, key, value, layout=layout, **parts, **kwargs)
+    own = calls.implementation
+    attention = ALL_ATTENTION_FUNCTIONS.get_interface(own, eager_attention)
+    out, weights = run_attention(attention, own, module, query, key, value, layout=layout, **parts, **kwargs)
     calls.report(module, query, key, value, out, layout, **parts)
     return out, weights
 
