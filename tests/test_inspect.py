@@ -228,6 +228,7 @@ def test_capturing_changes_no_bit_of_what_a_model_computes(case, attention):
     if attention == "sdpa" and case in RESCORING:
         pytest.skip("stock kernels cannot rescore")
     model.set_attn_implementation(attention)
+    assert model.config._attn_implementation == attention
     records = []
     with torch.no_grad():
         expected = model(tokens(2)).logits

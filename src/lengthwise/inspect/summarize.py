@@ -123,8 +123,9 @@ class MapBuilder:
         if quantity == "bias" and _is_described(record, options.shown):
             assert record.bias is not None
             self.described = record.bias.first_sequence()
-        has_tiles = pool is not None and self.described is None
-        self.tiles = TilePool(heads, queries, keys, pool) if has_tiles and pool is not None else None
+        self.tiles = None
+        if pool is not None and self.described is None:
+            self.tiles = TilePool(heads, queries, keys, pool)
         self.diagonals = Diagonals(record.shape, causal=record.causal)
         self.variance, self.pairs = torch.zeros(heads, dtype=torch.float64), 0
         self._rows: Tensor | None = None

@@ -90,7 +90,7 @@ def run_attention(
     layout: TokenLayout,
     **parts: Any,
 ) -> Output:
-    """Attention by a function, the implementation of that name, with its inputs as it takes them."""
+    """Attention by the function of an implementation, with its inputs as it takes them."""
     if implementation in DESCRIBED:
         return attention(module, query, key, value, None, bias=bias, layout=layout, **parts)
     qkv, mask, dense = stock_inputs(query, key, value, bias, layout, implementation=implementation)

@@ -104,11 +104,10 @@ class LengthwiseAttention(nn.Module):
             "sink": encoding.sink(x),
         }
         implementation = self.config._attn_implementation
-        # In this file: transformers looks for the call in a model's text before it lets its attention be chosen.
+        # By finding this call in the file transformers knows that the implementation can be chosen.
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
-        out, weights = run_attention(
-            attention, implementation, self, q, k, v, bias=bias, layout=layout, **parts, **kwargs
-        )
+        parts |= {"bias": bias, "layout": layout}
+        out, weights = run_attention(attention, implementation, self, q, k, v, **parts, **kwargs)
         if room and weights is not None:
             weights = F.pad(weights, (0, room))
         out = self.c_proj(out.to(x.dtype).flatten(2))

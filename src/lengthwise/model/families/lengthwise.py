@@ -165,10 +165,9 @@ def _capture(
     calls = _calls.get()
     assert calls is not None, "the function is in place while a capture is open"
     parts: dict[str, Any] = {"bias": bias, "rescore": rescore, "logit_scale": logit_scale, "sink": sink}
-    attention = ALL_ATTENTION_FUNCTIONS.get_interface(calls.implementation, eager_attention)
-    out, weights = run_attention(
-        attention, calls.implementation, module, query, key, value, layout=layout, **parts, **kwargs
-    )
+    own = calls.implementation
+    attention = ALL_ATTENTION_FUNCTIONS.get_interface(own, eager_attention)
+    out, weights = run_attention(attention, own, module, query, key, value, layout=layout, **parts, **kwargs)
     calls.report(module, query, key, value, out, layout, **parts)
     return out, weights
 
