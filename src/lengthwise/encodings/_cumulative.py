@@ -84,7 +84,7 @@ class StepEncoding(Encoding):
             step, self.slope(own), start=start, queries=queries, curve=self.curve, rising=self.geometry.causal
         )
 
-    def _checked_step(self, x: Tokens, keys: int, state: State | None) -> Levels:
+    def _checked_step(self, x: Tokens, keys: int, state: State | None) -> Float[Tensor, "batch head key"]:
         if state is None:
             return self.state(x)["step"]
         if not isinstance(state, dict) or "step" not in state:
