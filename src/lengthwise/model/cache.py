@@ -120,7 +120,7 @@ def remember(
     layer: int,
     k: Float[Tensor, "batch kv_head query dim"],
     v: Float[Tensor, "batch kv_head query dim"],
-    state: State | None,
+    state: dict[str, Float[Tensor, "batch head query *axis"]] | None,
 ) -> tuple[Tensor, Tensor, State | None]:
     """Add new tokens to the cache; keys, values and state of all slots that it has."""
     if not state:
@@ -159,7 +159,7 @@ def _packed(state: State) -> Numbers:
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
-def _unpacked(numbers: Numbers, like: State) -> State:
+def _unpacked(numbers: Numbers, like: dict[str, Tensor]) -> State:
     """The numbers by name, each with the axes that it has in `like`."""
     sizes = [part.shape[3:].numel() for part in like.values()]
     parts = [numbers] if len(sizes) == 1 else numbers.split_with_sizes(sizes, -1)
