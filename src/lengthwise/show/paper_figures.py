@@ -10,7 +10,7 @@ from typing import Any
 
 from lengthwise.files import write_atomic
 from lengthwise.inspect import position_maps
-from lengthwise.loading import INITIAL_LENGTH, LoadedModel, initial_model, load_model, sample_tokens
+from lengthwise.loading import INITIAL_LENGTH, LoadedModel, TokenSample, initial_model, load_model, sample_tokens
 from lengthwise.model import LengthwiseConfig
 from lengthwise.show.options import SEQUENCES
 from lengthwise.views import Quantity
@@ -93,17 +93,20 @@ def show_paper(
                 f"{encoding!r}"
             )
     lines = ["# The figures of the CABLE paper, drawn anew", ""]
+    samples: dict[tuple[str, str, str], TokenSample] = {}  # models that read alike read the same
     for figure in FIGURES:
         loaded = next((loaded for loaded in trained if figure.is_of(loaded.model.config)), None) or initial_model(
             figure.encoding, figure.options, seed=seed
         )
-        lines.append(_draw(figure, loaded, folder, seed=seed, force=force))
+        text = (loaded.tokenizer_id, loaded.source, loaded.split)
+        if text not in samples:
+            samples[text] = sample_tokens(loaded, length=INITIAL_LENGTH, seed=seed, count=SEQUENCES)
+        lines.append(_draw(figure, loaded, samples[text], folder, force=force))
     write_atomic(folder / "README.md", "\n".join(lines) + "\n")
     return "\n".join([*lines[2:], f"Wrote {len(FIGURES)} figures and README.md to {folder}."])
 
 
-def _draw(figure: PaperFigure, loaded: LoadedModel, folder: Path, *, seed: int, force: bool) -> str:
-    sample = sample_tokens(loaded, length=INITIAL_LENGTH, seed=seed, count=SEQUENCES)
+def _draw(figure: PaperFigure, loaded: LoadedModel, sample: TokenSample, folder: Path, *, force: bool) -> str:
     maps = position_maps(loaded.model, sample.ids, quantity=figure.quantity, shown="first", tokens=sample.tokens)
     name = figure.encoding if "over" not in figure.options else f"{figure.encoding} over {figure.options['over']}"
     maps = replace(maps, model=loaded.name, encoding=name)
