@@ -98,7 +98,7 @@ def show_paper(
         loaded = next((loaded for loaded in trained if figure.is_of(loaded.model.config)), None) or initial_model(
             figure.encoding, figure.options, seed=seed
         )
-        text = (loaded.tokenizer_id, loaded.source, loaded.split)
+        text = (loaded.vocabulary, loaded.source, loaded.split)
         if text not in samples:
             samples[text] = sample_tokens(loaded, length=INITIAL_LENGTH, seed=seed, count=SEQUENCES)
         lines.append(_draw(figure, loaded, samples[text], folder, force=force))
