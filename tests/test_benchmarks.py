@@ -89,3 +89,30 @@ def test_the_interval_of_the_median_is_that_of_the_order_statistics(paired):
 )
 def test_a_case_is_over_its_limit_only_if_the_whole_interval_is(paired, interval, median, verdict):
     assert paired.against_limit({"interval": interval, "ratio": {"median": median}}, 1.03) == verdict
+
+
+@pytest.fixture(scope="module")
+def rivals(paired):
+    return importlib.import_module("against_rivals")
+
+
+def test_encodings_take_turns_with_attention_without_a_bias(rivals):
+    rows = {row["encoding"]: row for row in rivals.fast("train", 48, ["kerple", "cable"], 6)}
+    assert list(rows) == ["sdpa", "plain", "kerple", "cable"]
+    for row in rows.values():
+        assert row["rounds"] == 6
+        assert row["to_sdpa"]["quartiles"][0] <= row["to_sdpa"]["median"] <= row["to_sdpa"]["quartiles"][1]
+        assert row["peak_bytes"] > 0
+    assert rows["sdpa"]["to_sdpa"]["median"] == rows["plain"]["to_plain"]["median"] == 1
+    assert rows["kerple"]["backend"] in ("native", "row_block")
+
+
+def test_the_usual_ways_must_give_our_output_and_gradients_before_they_are_timed(rivals, monkeypatch):
+    rows = list(rivals.slow("train", 48, "t5", 2))
+    assert {"dense SDPA", "dense eager", "transformers", "x-transformers"} <= {row["rival"] for row in rows}
+    module = importlib.import_module("rivals")
+    wrong = module.RIVALS["dense eager"]
+    broken = module.Rival(lambda setup: 1.01 * wrong.run(setup), wrong.takes)
+    monkeypatch.setitem(module.RIVALS, "dense eager", broken)
+    with pytest.raises(AssertionError, match="dense eager and Lengthwise differ"):
+        list(rivals.slow("train", 48, "t5", 2))
