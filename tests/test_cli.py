@@ -121,6 +121,7 @@ NONSENSE = {
             "--detail": "x",
             "--heads": "x",
             "--quantity": "x",
+            "--what": "x",
             "--part": "x",
         },
         "--text": "",

@@ -82,7 +82,7 @@ def explain(call: AttentionCall, *, matrices: bool) -> Explanation:
 def _explain_rows(
     call: AttentionCall, k: Tensor, v: Tensor, rows: slice, taint: Tensor | None, *, matrices: bool
 ) -> Explanation:
-    content, bias, scores = score_rows(call, k, rows)
+    content, bias, scores = score_rows(call, k, rows, exact=True)
     sink = sink_of(call, rows)
     weights, lse = softmax(scores, sink)
     out = weights @ v
@@ -100,9 +100,12 @@ def _explain_rows(
 
 
 def score_rows(
-    call: AttentionCall, k: Float[Tensor, "batch head key dim"], rows: slice = slice(None)
+    call: AttentionCall, k: Float[Tensor, "batch head key dim"], rows: slice = slice(None), *, exact: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Content, bias and scores of some rows, from keys that are finite, wide and as many as heads."""
+    """Content, bias and scores of some rows, from keys that are finite, wide and as many as heads.
+
+    `exact` rescores in float64 where that shows; `run` does not, since other backends are held to float32.
+    """
     mask = call.visibility.mask(rows)
     q = at_least_float32(call.q[:, :, rows])
     content = call.scale * q @ k.transpose(-1, -2)
@@ -113,7 +116,11 @@ def score_rows(
         bias = torch.zeros_like(content)
     else:
         bias = call.bias.tile(rows, slice(None)).to(content.dtype).expand_as(content).masked_fill(~mask, 0)
-    scores = content + bias if call.rescore is None else call.rescore.apply(content, bias, q, k, mask, rows)
+    if call.rescore is None:
+        scores = content + bias
+    else:
+        rescore = call.rescore.apply if exact else call.rescore.scores
+        scores = rescore(content, bias, q, k, mask, rows)
     if call.logit_scale is not None:
         scores = at_least_float32(call.logit_scale)[:, :, rows, None] * scores
     return content, bias, scores.masked_fill(~mask, -torch.inf)
