@@ -50,7 +50,7 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("names", ["cable fire", "rope dapev2", "learned cope"])
+@pytest.mark.parametrize("names", ["cable fire", "rope dapev2", pytest.param("learned cope", marks=pytest.mark.prove)])
 def test_the_shapes_in_signatures_are_true(names):
     done = subprocess.run([sys.executable, "-c", PROGRAM, *names.split()], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
