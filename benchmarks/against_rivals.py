@@ -14,16 +14,13 @@ import torch
 import torch.nn.functional as F
 from job import DIM, HEADS, Case, Job
 from memory import torch_peak
-from paired import median_interval, spread
+from paired import FILL, median_interval, spread
 from rivals import RIVALS, check_rival, make_setup, timed_call
 
 import lengthwise as lw
 from lengthwise.attention import BACKENDS, checked_call, choose
 
 ROUNDS, SLOW_ROUNDS = 20, 5
-SLICE = 0.03
-"""Seconds that one number is timed for, at least: as many calls as fill them."""
-
 EVERY = (*(name for name in lw.ENCODINGS if name not in ("fire", "none", "learned", "sinusoidal")), "fire-512", "fire")
 """Encodings that act in attention; "fire" is with L beyond the length."""
 
@@ -142,7 +139,7 @@ def in_turn(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, lis
     calls = {}
     for name, run in runs.items():
         run()
-        calls[name] = max(1, round(SLICE / max(_seconds(run, 1), 1e-6)))
+        calls[name] = max(1, round(FILL / max(_seconds(run, 1), 1e-6)))
     times: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
     for turn in range(rounds):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from job import DIM, HEADS
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from x_transformers.attend import Attend
@@ -19,7 +20,6 @@ from lengthwise.encodings.alibi import Alibi
 from lengthwise.encodings.kerple import KerpleLog
 from lengthwise.encodings.t5 import T5
 
-HEADS, DIM = 12, 64
 DENSE_UP_TO = 4096
 AT_FULL_LENGTH = (Alibi, KerpleLog, T5)
 """Filled in, one bias costs what another costs: at the greatest length these stand for all."""

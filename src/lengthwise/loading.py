@@ -9,7 +9,6 @@ Weights must be in safetensors; a pickle is refused. Code that comes with a chec
 """
 
 import difflib
-import hashlib
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -33,7 +32,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
 from lengthwise.data import Split, documents, load_tokenizer
-from lengthwise.data.tokenizers import encode
+from lengthwise.data.tokenizers import encode, tokenizer_hash
 from lengthwise.encodings import ENCODINGS
 from lengthwise.errors import OptionError, UserError, check_int
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
@@ -108,9 +107,7 @@ def load_model(
 
 def tokenizer_id(tokenizer: PreTrainedTokenizerBase) -> str:
     """The same for tokenizers that are the same, fast or not."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    text = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return tokenizer_hash(tokenizer)[:16]
 
 
 def load_tokenizer_of(source: str | Path) -> PreTrainedTokenizerBase | None:

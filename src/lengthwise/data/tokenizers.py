@@ -71,9 +71,11 @@ def encode_with_offsets(
     return encoded["input_ids"], encoded["offset_mapping"] if offsets else []
 
 
-def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     """A string that differs between tokenizers."""
-    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    text = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _learned(size: int, source: str | Path, cache: Path) -> PreTrainedTokenizerFast:
