@@ -87,6 +87,7 @@ def rounding_noise(
         d_out = torch.zeros_like(out) if d_out is None else d_out.double()
         d_lse = torch.zeros_like(lse) if d_lse is None else d_lse.double()
         relative = eps + min(eps, EPS) * inside.terms
+        of_sink = eps + min(eps, EPS) * (inside.sink.detach().abs() + lse.where(lse.isfinite(), 0).abs())
         of_row = (d_out * out).norm(dim=-1) + d_lse.abs()
         of_pair = (d_out.square() @ v.square().mT).sqrt() + of_row[..., None]
         d_weights = d_out @ v.mT
@@ -101,7 +102,9 @@ def rounding_noise(
         of_delta = (errors * d_weights).sum(-1)
         cotangents = [
             errors * d_scores - weights[..., :-1] * of_delta[..., None] + of_term[..., :-1] * eps * of_pair,
-            of_term[..., -1] * of_row * eps - weights[..., -1] * of_delta,
+            of_term[..., -1] * of_row * eps
+            + of_weight[..., -1] * of_sink * (d_lse - (d_out * out).sum(-1))
+            - weights[..., -1] * of_delta,
             errors.mT @ d_out,
             *([] if inside.uncapped is None else [of_term[..., :-1] * eps * d_scores]),
         ]

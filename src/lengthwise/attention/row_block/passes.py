@@ -87,13 +87,15 @@ def _forward(call: AttentionCall) -> Forward:
             rows = block.rows
             results = _block(tiles, parts, block, [shift[:, rows] for shift in on_itself])
             for part, (shift, sums, values) in zip(parts, results, strict=True):
-                total = _with_sink(part, rows, shift, sums)
+                shift, sums, values, total = _with_sink(part, rows, shift, sums, values)
                 good = (total > SMALLEST_SUM) & (total < math.inf) & values.isfinite().all(-1)
                 if not good.all():
-                    again, again_sums, again_values = _with_largest_score(tiles, part, block)
-                    shift, sums = torch.where(good, shift, again), torch.where(good, sums, again_sums)
-                    values = torch.where(good[..., None], values, again_values)
-                    total = _with_sink(part, rows, shift, sums)
+                    again = _with_sink(part, rows, *_with_largest_score(tiles, part, block))
+                    shift, sums, total = (
+                        torch.where(good, before, after)
+                        for before, after in zip((shift, sums, total), (*again[:2], again[3]), strict=True)
+                    )
+                    values = torch.where(good[..., None], values, again[2])
                 own = (shift + total.log2()) / LOG2E
                 # Exactly the sink where no key adds to it.
                 own = own if part.sink is None else own.where(sums != 0, part.sink[:, rows])
@@ -115,9 +117,20 @@ def _block(tiles: Tiles, parts: list[Part], block: Block, shifts: list[Tensor]) 
     return list(zip(shifts, map(tiles.turned, sums), map(tiles.turned, values), strict=True))
 
 
-def _with_sink(part: Part, rows: slice, shift: Tensor, sums: Tensor) -> Float[Tensor, "head row"]:
-    """The sum of all weights, the sink's included."""
-    return sums if part.sink is None else sums + (part.sink[:, rows] * LOG2E - shift).exp2_()
+def _with_sink(
+    part: Part, rows: slice, shift: Tensor, sums: Tensor, values: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Float[Tensor, "head row"]]:
+    """The same rows and the sum of all their weights, under a shift that is not far below the sink.
+
+    A sink far above the shift would make the logarithm of the sum large, and so its rounding.
+    """
+    if part.sink is None:
+        return shift, sums, values, sums
+    sink = part.sink[:, rows] * LOG2E
+    highest = torch.maximum(shift, sink)
+    factor = (shift - highest).exp2_()
+    sums = sums * factor
+    return highest, sums, values * factor[..., None], sums + (sink - highest).exp2_()
 
 
 def _with_largest_score(tiles: Tiles, part: Part, block: Block) -> Rows:
