@@ -1,12 +1,14 @@
 """What the tests of the model share: small models with loud weights, and ways to run them through a cache."""
 
+import copy
+
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 
 import lengthwise as lw
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
-from lengthwise.testing import LOUD
+from lengthwise.testing import LOUD, RELATIVE
 
 VARIANTS = {
     "rope-dynamic": ("rope", {"scaling": {"type": "dynamic", "factor": 4.0}}),
@@ -49,6 +51,33 @@ def make_loud(model: nn.Module) -> None:
         for name, parameter in model.named_parameters():
             if ".ln_" not in name:
                 parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype), alpha=LOUD)
+
+
+ROUNDINGS = 4
+"""As in rounding.py: about so many roundings does a number go through on its way."""
+
+
+@torch.no_grad()
+def assert_decodes(found: Tensor, expected: Tensor, label: str, model: LengthwiseForCausalLM, ids: Tensor) -> None:
+    """As near as the law asks, or as near as the model's own conditioning allows in float32.
+
+    Loud weights amplify: where the law's bound is exceeded, the logits in float64 are computed again with every weight
+    rounded at random as float32 rounds it, and what that changes at most bounds what float32 can promise.
+    """
+    largest = expected.abs().max()
+    off = float((found - expected).abs().max() / largest)
+    if off <= RELATIVE:
+        return
+    exact = copy.deepcopy(model).double()
+    exact.set_attn_implementation("eager")
+    whole, generator, most = exact(ids).logits, torch.Generator().manual_seed(0), 0.0
+    for _ in range(8):
+        rounded = copy.deepcopy(exact)
+        for parameter in rounded.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.mul_(1 + noise * torch.finfo(torch.float32).eps / 2)
+        most = max(most, float((rounded(ids).logits - whole).abs().max() / largest))
+    assert off <= ROUNDINGS * most, f"{label}: off by {off:.1e} of the largest, roundings of weights by {most:.1e}"
 
 
 def tokens(batch: int = 2, length: int = LENGTH, seed: int = 1) -> Tensor:

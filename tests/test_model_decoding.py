@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from model_kit import CASES, LENGTH, ONE_OF_EACH_KIND, by_chunks, loud_model, make_cache, tokens
+from model_kit import CASES, LENGTH, ONE_OF_EACH_KIND, assert_decodes, by_chunks, loud_model, make_cache, tokens
 
 from lengthwise.testing import assert_near
 
@@ -139,4 +139,5 @@ def test_everything_agrees_with_everything(case, kind, implementation, shared):
         for given in ({}, {"position_ids": positions}):
             cache = make_cache(kind, model, LENGTH + pad + 2)
             found = by_chunks(model, padded, chunks, cache, attention_mask=mask, **given)
-            assert_near(found[mask.bool()].view_as(alone), alone, f"{case}, {kind}, {implementation}, {chunks}")
+            label = f"{case}, {kind}, {implementation}, {chunks}"
+            assert_decodes(found[mask.bool()].view_as(alone), alone, label, model, ids)

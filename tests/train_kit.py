@@ -46,6 +46,7 @@ def small_config(folder: Path, name: str = "run", **changes: Any) -> TrainConfig
         "batch_tokens": 5 * 33,
         "micro_batch": 5,
         "steps": 11,
+        "optimizer": "adamw",
         "warmup": 3,
         "checkpoint_every": 4,
         "evaluate_every": 6,

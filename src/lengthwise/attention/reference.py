@@ -72,6 +72,9 @@ def explain(call: AttentionCall, *, matrices: bool) -> Explanation:
     size = call.queries if matrices else max(1, BLOCK // max(1, call.batch * call.heads * call.keys))
     blocks = [slice(row, min(row + size, call.queries)) for row in range(0, max(call.queries, 1), max(size, 1))]
     parts = [_explain_rows(call, k, v, rows, taint, matrices=matrices) for rows in blocks]
+    if len(parts) == 1:
+        # Not a copy: the output's gradient must reach the weights that are given out.
+        return parts[0]
     whole: dict[str, Any] = {
         name: None if getattr(parts[0], name) is None else torch.cat([getattr(part, name) for part in parts], 2)
         for name in Explanation.__dataclass_fields__

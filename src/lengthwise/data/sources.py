@@ -7,7 +7,8 @@
     task:copy, task:copy:512        examples of a synthetic task, up to 128 characters or the given number
 
 A source is split by whole files or rows, and always in the same way: "held-out" is about a twentieth (of a stream, of
-its first 100,000 rows), "train" the rest, "all" both.
+its first 100,000 rows), "train" the rest, "all" both. To choose options without looking at what is reported, "train"
+itself is split by documents: "validation" is about a twentieth of it, "fitting" the rest.
 """
 
 import hashlib
@@ -19,13 +20,13 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Literal, Protocol
 
-from lengthwise.data.files import FILE_KINDS, FileSource, held_out, read_text
+from lengthwise.data.files import FILE_KINDS, FileSource, held_out, held_out_row, read_text
 from lengthwise.data.hub import HUB_PRESETS, HubSource, is_hub_name
 from lengthwise.errors import check_choice
 from lengthwise.tasks import TASKS, TaskSource
 
-Split = Literal["train", "held-out", "all"]
-SPLITS: tuple[Split, ...] = ("train", "held-out", "all")
+Split = Literal["train", "held-out", "all", "fitting", "validation"]
+SPLITS: tuple[Split, ...] = ("train", "held-out", "all", "fitting", "validation")
 
 NOT_TEXT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "config"}
 """Folders of the standard library without text worth reading: installed packages, and tests."""
@@ -36,8 +37,8 @@ TOPICS = "pydoc_data/topics.py"
 class Source(Protocol):
     """A corpus that can be read again and again in the same order."""
 
-    def documents(self, split: Split) -> Iterator[str]:
-        """The texts of one split, none of them empty."""
+    def documents(self, split: Literal["train", "held-out", "all"]) -> Iterator[str]:
+        """The texts of one split, in the same order every time."""
         ...
 
     def fingerprint(self) -> str:
@@ -52,6 +53,9 @@ def documents(source: str | Path, split: Split = "train") -> Iterator[str]:
     True
     """
     check_choice("split", split, SPLITS)
+    if split == "fitting" or split == "validation":
+        texts = documents(source, "train")
+        return (text for row, text in enumerate(texts) if held_out_row(row) == (split == "validation"))
     return (text for text in resolve(source).documents(split) if text)
 
 

@@ -232,6 +232,17 @@ class LengthwisePreTrainedModel(PreTrainedModel):
             {"params": groups[False], "weight_decay": 0.0},
         ]
 
+    def block_matrices(self) -> dict[nn.Parameter, list[int] | None]:
+        """The matrices of the blocks, without encodings; with its widths one that holds several side by side."""
+        matrices: dict[nn.Parameter, list[int] | None] = {}
+        for block in (module for module in self.modules() if isinstance(module, LengthwiseBlock)):
+            own = {p for part in block.modules() if isinstance(part, Encoding) for p in part.parameters()}
+            stacked = block.attn.c_attn.weight
+            for parameter in block.parameters():
+                if parameter.ndim == 2 and parameter not in own:
+                    matrices[parameter] = [parameter.shape[1] // 3] * 3 if parameter is stacked else None
+        return matrices
+
 
 class LengthwiseModel(LengthwisePreTrainedModel):
     """The transformer without its head."""

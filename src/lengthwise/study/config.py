@@ -16,7 +16,7 @@ PAPER_ENCODINGS = ["cable", "kerple", "alibi", "fire", "t5-clamped", "rope", "si
 
 NOT_SHARED = frozenset(
     {
-        *("out", "encoding", "encoding_options", "seed", "resume", "evaluate_lengths", "dry_run", "version"),
+        *("out", "encoding", "encoding_options", "seed", "resume", "evaluate_lengths", "dry_run", "version", "tuning"),
         # What is measured is the held-out split of the data, and each run is a process of its own.
         *("held_out", "sharded"),
     }
@@ -37,6 +37,13 @@ class StudyConfig:
     seeds: list[int] = option([1337], "each encoding is trained once with each")  # noqa: RUF009
     jobs: int | None = option(None, "runs that train at the same time; on the CPU one per core, else one")
     paper: str | None = option(None, "the paper's table to print beside, e.g. fineweb-edu-medium")
+    tune: bool = option(
+        False, "first choose the learning rates of each encoding by short trainings on a part of the training text"
+    )
+    tune_steps: int = option(150, "steps of each of these trainings")
+    rates: dict[str, dict[str, float]] = option(  # noqa: RUF009
+        {}, 'learning rates by encoding: {"fire": {"encoding_learning_rate": 0.06}}'
+    )
     train: bool = option(True, "train the runs that are missing; with --no-train only measure those that are there")
     training: TrainConfig = field(default_factory=TrainConfig)
     evaluation: EvalConfig = field(default_factory=EvalConfig)

@@ -5,12 +5,16 @@ import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lengthwise.encodings.registry import find
 from lengthwise.runs import Run
 from lengthwise.study.config import StudyConfig
 from lengthwise.train.config import ResolvedTrainConfig, TrainConfig
 from lengthwise.train.setup import model_config
+
+RATES = ("learning_rate", "final_learning_rate", "encoding_learning_rate")
+"""What a study may set by encoding."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,7 @@ class StudyRun:
     @property
     def name(self) -> str:
         """The name of the run's folder."""
-        return f"{self.encoding}-{self.seed}"
+        return Path(self.config.out).name
 
     @property
     def resolved(self) -> ResolvedTrainConfig:
@@ -80,13 +84,17 @@ def study_runs(config: StudyConfig) -> list[StudyRun]:
             raise ValueError(f"{name} of a study must have at least one, got none")
         if len(set(values)) != len(values):
             raise ValueError(f"{name} of a study must differ, got {values}")
-    for encoding in (*config.encodings, *config.encoding_options):
+    for encoding in (*config.encodings, *config.encoding_options, *config.rates):
         find(encoding)
+    for encoding, given in config.rates.items():
+        if unknown := given.keys() - RATES:
+            raise ValueError(f"rates must be {', '.join(RATES)}, got {', '.join(sorted(unknown))} for {encoding!r}")
     # Other lengths are measured at the end, and better; while training they would only take time.
     length = config.training.resolved().length
     runs = []
     for seed in config.seeds:
         for encoding in config.encodings:
+            rates: dict[str, Any] = dict(config.rates.get(encoding, {}))
             own = dataclasses.replace(
                 config.training,
                 out=str(Path(config.out) / "runs" / f"{encoding}-{seed}"),
@@ -95,6 +103,7 @@ def study_runs(config: StudyConfig) -> list[StudyRun]:
                 seed=seed,
                 resume=True,
                 evaluate_lengths=[length],
+                **rates,
             )
             model_config(own.resolved(), vocabulary=1)  # an error for options that the encoding does not take
             runs.append(StudyRun(encoding, seed, own))

@@ -1,8 +1,9 @@
 """Checkpoints and the final model, written by all processes of a run into its folder and read back from it.
 
-Weights and AdamW's moments are one flat dictionary of tensors, written by torch.distributed.checkpoint as safetensors:
-each process writes its part, and any number of processes can read it. Random states are a small file per process.
-No file is a pickle. The schedule and the place in the data are functions of the step, which the seal's note has.
+Weights and the optimizers' moments are one flat dictionary of tensors, written by torch.distributed.checkpoint as
+safetensors: each process writes its part, and any number of processes can read it. Random states are a small file per
+process. No file is a pickle. The schedule and the place in the data are functions of the step, which the seal's note
+has.
 """
 
 import json
@@ -21,7 +22,6 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW
 from transformers import PreTrainedTokenizerFast
 
 from lengthwise.data import Tokens
@@ -29,8 +29,8 @@ from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.runs import Run, RunWriter
 from lengthwise.train.config import ResolvedTrainConfig
 from lengthwise.train.distributed import World
+from lengthwise.train.optimizers import Optimizers
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 WRITE_ERRORS = (OSError, SafetensorError, CheckpointException)
 
 
@@ -71,7 +71,7 @@ def save_checkpoint(
     world: World,
     writer: RunWriter | None,
     model: nn.Module,
-    optimizer: AdamW,
+    optimizers: Optimizers,
     note: dict[str, Any],
 ) -> None:
     """All processes write their parts; the first makes a checkpoint of them."""
@@ -80,21 +80,18 @@ def save_checkpoint(
         (partial / f"random-{world.rank}.json").write_text(json.dumps(_random_state()))
         storage = HuggingFaceStorageWriter(str(partial), save_distributed=True)
         with _silence_single_process_warning():
-            state_dict_saver.save(_state(model, optimizer), storage_writer=storage, no_dist=not world.is_distributed)
+            state_dict_saver.save(_state(model, optimizers), storage_writer=storage, no_dist=not world.is_distributed)
         world.on_first(lambda: writer.seal_checkpoint(partial, note, keep=config.keep) if writer else None)
     except WRITE_ERRORS as error:
         raise OSError(_not_written(config, f"the checkpoint of step {note['step']}", error)) from error
 
 
-def load_checkpoint(folder: Path, world: World, model: nn.Module, optimizer: AdamW, *, step: int) -> bool:
-    """Bring model and optimizer to the state after a step; whether the random state of this process was there too."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in MOMENTS}
-            optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
+def load_checkpoint(folder: Path, world: World, model: nn.Module, optimizers: Optimizers, *, step: int) -> bool:
+    """Bring model and optimizers to the state after a step; whether the random state of this process was there too."""
+    optimizers.start_moments(step)
     storage = HuggingFaceStorageReader(str(folder))
     with _silence_single_process_warning():
-        state_dict_loader.load(_state(model, optimizer), storage_reader=storage, no_dist=not world.is_distributed)
+        state_dict_loader.load(_state(model, optimizers), storage_reader=storage, no_dist=not world.is_distributed)
     random_state = folder / f"random-{world.rank}.json"
     if random_state.exists():
         _set_random_state(json.loads(random_state.read_text()))
@@ -142,14 +139,13 @@ def _not_written(config: ResolvedTrainConfig, content: str, error: BaseException
     )
 
 
-def _state(model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
-    """The tensors of model and optimizer themselves, by name: loading writes into them."""
+def _state(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
+    """The tensors of model and optimizers themselves, by name: loading writes into them."""
     tensors: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
         tensors[f"model.{name}"] = parameter.detach()
-        for moment in MOMENTS:
-            if parameter in optimizer.state:
-                tensors[f"optimizer.{name}.{moment}"] = optimizer.state[parameter][moment]
+        for moment, tensor in optimizers.moments(parameter).items():
+            tensors[f"optimizer.{name}.{moment}"] = tensor
     return tensors
 
 

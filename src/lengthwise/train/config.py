@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lengthwise.options import option
+from lengthwise.train.rates import tuned_rates
 
-FORMAT = 1
+Optimizer = Literal["adamw", "muon"]
+OPTIMIZERS: tuple[Optimizer, ...] = ("adamw", "muon")
+FORMAT = 2
 """The version of the config; it rises when a field changes its meaning."""
 
 NOT_STORED = ("out", "resume", "dry_run")
@@ -41,8 +44,10 @@ class Recipe:
     batch_tokens: int
     micro_batch: int
     steps: int
+    optimizer: "Optimizer"
     learning_rate: float
     final_learning_rate: float
+    encoding_learning_rate: float
     warmup: int
 
 
@@ -52,8 +57,10 @@ PAPER = Recipe(
     batch_tokens=524_288,
     micro_batch=16,
     steps=19_073,
+    optimizer="adamw",
     learning_rate=6e-4,
     final_learning_rate=6e-5,
+    encoding_learning_rate=6e-4,
     warmup=715,
 )
 """The CABLE paper's recipe on FineWeb-Edu."""
@@ -66,8 +73,10 @@ RECIPES = {
         batch_tokens=2_048,
         micro_batch=16,
         steps=400,
-        learning_rate=3e-3,
-        final_learning_rate=3e-4,
+        optimizer="muon",
+        learning_rate=6e-3,
+        final_learning_rate=6e-4,
+        encoding_learning_rate=6e-2,
         warmup=40,
     ),
     "tiny": PAPER,
@@ -90,13 +99,20 @@ class TrainConfig:
     data: str = option("stdlib", "stdlib, a file, a folder, wikitext-103, fineweb-edu, or owner/name of the hub")
     held_out: str | None = option(None, "other data for the held-out loss; all of --data is then trained on")
     tokenizer: str | None = option(None, "bytes, bpe:SIZE, gpt2, or a folder")
+    tuning: bool = option(
+        False, "train without a twentieth of the training text, and measure the loss on that: to choose options"
+    )
     separate_documents: bool = option(False, "attention does not reach from one document into another")
     length: int | None = option(None, "the training length: tokens in a sequence")
     batch_tokens: int | None = option(None, "tokens in a step, over all processes")
     micro_batch: int | None = option(None, "sequences that a process works on at a time")
     steps: int | None = option(None, "steps of the run")
+    optimizer: Optimizer | None = option(  # noqa: RUF009
+        None, "adamw, or muon for the matrices of the blocks and AdamW for the rest"
+    )
     learning_rate: float | None = option(None, "its highest value")
     final_learning_rate: float | None = option(None, "its value at the end of the cosine")
+    encoding_learning_rate: float | None = option(None, "the highest value for the encoding's own parameters")
     warmup: int | None = option(None, "steps until the highest value")
     weight_decay: float = option(0.1, "of matrices; encodings say themselves what must not decay")
     beta1: float = option(0.9, "AdamW's first beta")
@@ -131,6 +147,14 @@ class TrainConfig:
             raise ValueError(f"unknown preset {self.preset!r}; known: {', '.join(map(repr, RECIPES))}")
         given = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
         recipe = dataclasses.asdict(RECIPES[self.preset])
+        if self.optimizer in (None, recipe["optimizer"]):
+            recipe |= tuned_rates(self.preset, self.encoding)
+        else:
+            # Another optimizer than the recipe's: nothing was tuned for it, so the encoding has no rate of its own.
+            recipe["encoding_learning_rate"] = recipe["learning_rate"]
+        if self.learning_rate is not None:
+            # The encoding's rate keeps its ratio to the model's.
+            recipe["encoding_learning_rate"] *= self.learning_rate / recipe["learning_rate"]
         if self.warmup is None and self.steps is not None and recipe["warmup"] >= self.steps:
             # A short trial of a long recipe, whose warm-up would never end.
             recipe["warmup"] = self.steps // 10
@@ -142,15 +166,18 @@ class ResolvedTrainConfig(Recipe, TrainConfig):
     """A config with no option of the recipe left open; the recipe's fields take the place of the optional ones."""
 
     def __post_init__(self) -> None:
-        from lengthwise.errors import check_int, check_number
+        from lengthwise.errors import check_choice, check_int, check_number
 
         counts = ("batch_tokens", "micro_batch", "steps", "checkpoint_every", "keep", "evaluate_every")
         for name in (*counts, "evaluate_tokens", "log_every"):
             check_int(name, getattr(self, name))
         for name in ("warmup", "seed", "maps_every"):
             check_int(name, getattr(self, name), least=0)
-        for name in ("learning_rate", "final_learning_rate", "clip"):
+        for name in ("learning_rate", "final_learning_rate", "encoding_learning_rate", "clip"):
             check_number(name, getattr(self, name))
+        check_choice("optimizer", self.optimizer, OPTIMIZERS)
+        if self.tuning and self.held_out is not None:
+            raise ValueError("tuning measures the loss on a part of --data, got --held-out too; leave one of them out")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be a number from 0 to below 1, got {getattr(self, name)}")

@@ -33,7 +33,8 @@ from lengthwise.train.checkpoint import (
 from lengthwise.train.config import ResolvedTrainConfig, TrainConfig
 from lengthwise.train.distributed import World, clip_gradients, join_processes
 from lengthwise.train.logging import ProgressLog, TensorBoardLog
-from lengthwise.train.setup import make_optimizer, matmul_dtype, model_config, read_data
+from lengthwise.train.optimizers import Optimizers
+from lengthwise.train.setup import matmul_dtype, model_config, read_data
 from lengthwise.train.signals import SignalHandler, Stopped
 from lengthwise.train.validation import Validation, save_map_snapshot
 
@@ -81,13 +82,13 @@ def run(config: ResolvedTrainConfig, world: World) -> None:
             model.gradient_checkpointing_enable()
         dtype = matmul_dtype(config, world.device)
         summed_loss = world.wrap(SummedLoss(model), model.transformer.h, dtype)
-        optimizer = make_optimizer(config, model)
+        optimizers = Optimizers(config, model)
         start, seconds = 0, 0.0
         seed_everything(config.seed, world.rank)
         if checkpoint is not None:
             folder, note = checkpoint
             start, seconds = note["step"], note["seconds"]
-            if not load_checkpoint(folder, world, model, optimizer, step=start):
+            if not load_checkpoint(folder, world, model, optimizers, step=start):
                 # There are more processes than before: the new ones have no random state yet.
                 seed_everything(config.seed, world.rank, start)
             log.info("resumed %s after step %d", config.out, start)
@@ -112,8 +113,6 @@ def run(config: ResolvedTrainConfig, world: World) -> None:
                 warmup=config.warmup,
                 steps=config.steps,
             )
-            for group in optimizer.param_groups:
-                group["lr"] = rate
             total = torch.zeros(2, dtype=torch.float64, device=world.device)
             for ids, positions, is_last in micro_batches(config, batches, step, world):
                 with world.sync_gradients(summed_loss, last=is_last):
@@ -128,8 +127,7 @@ def run(config: ResolvedTrainConfig, world: World) -> None:
             gradient = float(clip_gradients(parameters, config.clip))
             if not math.isfinite(loss_now) or not math.isfinite(gradient):
                 raise FloatingPointError(not_finite(config, step, loss_now, gradient))
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            optimizers.step(rate)
 
             line: dict[str, Any] = {"step": step, "loss": loss_now, "tokens": step * config.batch_tokens}
             line |= {"seconds": round(time.monotonic() - began, 3), "lr": rate, "gradient": gradient}
@@ -143,7 +141,7 @@ def run(config: ResolvedTrainConfig, world: World) -> None:
             progress.add(line, config.batch_tokens)
             if step % config.checkpoint_every == 0 or step == config.steps or stopping:
                 note = {"step": step, "seconds": line["seconds"], "tokens": line["tokens"], "data": tokens.sha256}
-                save_checkpoint(config, world, writer, model, optimizer, note)
+                save_checkpoint(config, world, writer, model, optimizers, note)
             if stopping and step < config.steps:
                 raise Stopped(
                     f"stopped after step {step} of {config.steps}, with a checkpoint; continue with: "

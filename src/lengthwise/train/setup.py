@@ -1,18 +1,17 @@
-"""What a run has before its first step, made from its config: data, model, optimizer; and the dry run, without them."""
+"""What a run has before its first step, made from its config: data and model; and the dry run, without them."""
 
 import os
 import re
 from pathlib import Path
 
 import torch
-from torch.optim import AdamW
 from transformers import PreTrainedTokenizerFast
 
-from lengthwise.data import Tokens, load_tokenizer, prepare
+from lengthwise.data import Split, Tokens, load_tokenizer, prepare
 from lengthwise.data.sources import resolve
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 from lengthwise.train.config import ResolvedTrainConfig, TrainConfig
-from lengthwise.train.distributed import encoding_parameters, split_by_sharding
+from lengthwise.train.distributed import encoding_parameters
 
 GPT2_VOCABULARY = 50_257
 
@@ -21,8 +20,9 @@ def read_data(config: ResolvedTrainConfig) -> tuple[PreTrainedTokenizerFast, Tok
     """The tokenizer, the tokens to train on and the held-out ones; processes of one machine wait for the first."""
     verify = os.environ.get("LOCAL_RANK", "0") == "0"
     tokenizer = load_tokenizer(config.tokenizer, source=config.data)
+    splits: tuple[Split, Split] = ("fitting", "validation") if config.tuning else ("train", "held-out")
     if config.held_out is None:
-        train, held_out = (prepare(config.data, tokenizer, split=s, verify=verify) for s in ("train", "held-out"))
+        train, held_out = (prepare(config.data, tokenizer, split=split, verify=verify) for split in splits)
     else:
         sources = (config.data, config.held_out)
         train, held_out = (prepare(source, tokenizer, split="all", verify=verify) for source in sources)
@@ -50,16 +50,6 @@ def matmul_dtype(config: ResolvedTrainConfig, device: torch.device) -> torch.dty
     return torch.bfloat16 if config.precision == "bfloat16" else torch.float32
 
 
-def make_optimizer(config: ResolvedTrainConfig, model: LengthwiseForCausalLM) -> AdamW:
-    """AdamW with the model's own groups: matrices decay, and what encodings exempt does not."""
-    groups = [
-        {**group, "params": parameters}
-        for group in model.parameter_groups(config.weight_decay)
-        for parameters in split_by_sharding(group["params"])
-    ]
-    return AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=1e-8)
-
-
 def dry_run(config: TrainConfig) -> str:
     """A few lines on what would be trained; every error that a config alone can have is raised."""
     resolved = config.resolved()
@@ -74,8 +64,8 @@ def dry_run(config: TrainConfig) -> str:
             f"{learned:,} of them the encoding's",
             f"data      {resolved.data}, tokenizer {resolved.tokenizer}",
             f"tokens    {tokens:,} in {resolved.steps:,} steps of {resolved.sequences:,} x {resolved.length:,}",
-            f"rate      up to {resolved.learning_rate:g} in {resolved.warmup:,} steps, then down to "
-            f"{resolved.final_learning_rate:g}",
+            f"rate      {resolved.optimizer}, up to {resolved.learning_rate:g} in {resolved.warmup:,} steps, then down "
+            f"to {resolved.final_learning_rate:g}; {resolved.encoding_learning_rate:g} for the encoding's parameters",
         )
     )
 

@@ -1,0 +1,114 @@
+"""The learning rates of each encoding, chosen by one rule with an equal budget: no encoding is a starved baseline.
+
+Every encoding gets four short trainings. One with parameters of its own tries four rates for these, the model's rate
+staying the recipe's; one without tries four rates for the model. Each is trained without a twentieth of the training
+text, and the loss on that twentieth, at the training length, decides. The held-out text, which is what a study
+reports, is never looked at, nor is the seed used again.
+"""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lengthwise.errors import check_int
+from lengthwise.files import write_atomic
+from lengthwise.model import LengthwiseForCausalLM
+from lengthwise.study.config import StudyConfig
+from lengthwise.study.engine import StudyProgress, parallel_jobs, train_runs
+from lengthwise.study.results import origin
+from lengthwise.study.runs import StudyRun
+from lengthwise.train.config import RECIPES, TrainConfig
+from lengthwise.train.distributed import encoding_parameters
+from lengthwise.train.setup import model_config
+
+MODEL_FACTORS = (0.5, 1.0, 2.0, 4.0)
+"""Times the recipe's rate, for the model of an encoding without parameters."""
+ENCODING_FACTORS = (1.0, 3.0, 10.0, 30.0)
+"""Times the recipe's rate, for an encoding's own parameters."""
+SEED = 7
+VALIDATION_TOKENS = 65_536
+
+
+def with_tuned_rates(config: StudyConfig) -> StudyConfig:
+    """The study with the rates that were chosen for each of its encodings; tries that are there are not repeated."""
+    check_int("tune_steps", config.tune_steps)
+    tries = {encoding: encoding_tries(config, encoding) for encoding in config.encodings}
+    every = [run for runs in tries.values() for run in runs]
+    waiting = [run for run in every if not run.is_finished]
+    out = Path(config.out)
+    with StudyProgress(every) as progress:
+        # A try that fails, for instance at too high a rate, is one that is not chosen.
+        ended = train_runs(waiting, out=out, jobs=parallel_jobs(config, waiting), progress=progress)
+    for encoding, runs in tries.items():
+        if not any(run.is_finished for run in runs):
+            failures = [outcome.failure for run in runs if (outcome := ended.get(run.name)) is not None]
+            raise RuntimeError(f"at least one try of {encoding!r} must end well, got none: {failures[-1]}")
+    losses = {encoding: [_result(run) for run in runs] for encoding, runs in tries.items()}
+    chosen = {encoding: _rates(min(results, key=lambda r: r["loss"])) for encoding, results in losses.items()}
+    content = {"steps": config.tune_steps, "chosen": chosen, "tries": losses, "born": origin("lengthwise study --tune")}
+    write_atomic(out / "tuning.json", json.dumps(content, indent=1) + "\n")
+    return dataclasses.replace(config, rates=config.rates | chosen)
+
+
+def encoding_tries(config: StudyConfig, encoding: str) -> list[StudyRun]:
+    """The four trainings of one encoding."""
+    base = dataclasses.replace(
+        config.training,
+        encoding=encoding,
+        encoding_options=config.encoding_options.get(encoding),
+        seed=SEED,
+        resume=True,
+        tuning=True,
+        steps=config.tune_steps,
+        evaluate_every=config.tune_steps,
+        evaluate_tokens=VALIDATION_TOKENS,
+    )
+    length = base.resolved().length
+    recipe = RECIPES[base.preset]
+    rate = config.training.learning_rate or recipe.learning_rate
+    if has_parameters(base):
+        rates = [(rate, rate * factor) for factor in ENCODING_FACTORS]
+    else:
+        rates = [(rate * factor, rate * factor) for factor in MODEL_FACTORS]
+    return [
+        StudyRun(
+            encoding,
+            SEED,
+            dataclasses.replace(
+                base,
+                out=str(Path(config.out) / "tuning" / f"{encoding}-{number}"),
+                evaluate_lengths=[length],
+                learning_rate=model,
+                final_learning_rate=model / 10,
+                encoding_learning_rate=own,
+            ),
+        )
+        for number, (model, own) in enumerate(rates, 1)
+    ]
+
+
+def has_parameters(config: TrainConfig) -> bool:
+    """Whether the encoding of a run learns anything itself."""
+    with torch.device("meta"):
+        model = LengthwiseForCausalLM(model_config(config.resolved(), vocabulary=64))
+    return bool(encoding_parameters(model))
+
+
+def _result(run: StudyRun) -> dict[str, Any]:
+    resolved = run.resolved
+    (loss,) = run.run.metrics[-1]["held_out"].values() if run.run is not None and run.is_finished else (math.inf,)
+    return {
+        "learning_rate": resolved.learning_rate,
+        "encoding_learning_rate": resolved.encoding_learning_rate,
+        "loss": loss,
+    }
+
+
+def _rates(result: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in result.items() if name != "loss"} | {
+        "final_learning_rate": result["learning_rate"] / 10
+    }

@@ -1,0 +1,154 @@
+"""Optimizers of a run: what each steps, at which rate, and that a run that was stopped goes on as if it was not."""
+
+import json
+
+import pytest
+import torch
+from torch.optim import Muon
+from train_kit import assert_same_run, in_processes, numbers, small_config
+
+from lengthwise.data import documents
+from lengthwise.encodings import Encoding
+from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
+from lengthwise.runs import Run
+from lengthwise.study import StudyConfig
+from lengthwise.study.tune import encoding_tries, with_tuned_rates
+from lengthwise.train import TrainConfig, train
+from lengthwise.train.optimizers import Optimizers
+
+
+def small_model(encoding="t5-clamped", **sizes):
+    return LengthwiseForCausalLM(
+        LengthwiseConfig.preset("nano", encoding=encoding, vocab_size=64, **({"n_layer": 2} | sizes))
+    )
+
+
+def with_gradients(model):
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    return model
+
+
+def test_muon_steps_the_three_matrices_of_a_projection_apart_and_the_rest_is_adamw_s():
+    model = with_gradients(small_model())
+    config = TrainConfig(optimizer="muon", learning_rate=0.01, encoding_learning_rate=0.5).resolved()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    Optimizers(config, model).step(0.004)
+    name, width = "transformer.h.0.attn.c_attn.weight", model.config.n_embd
+    parts = [torch.nn.Parameter(before[name][:, i * width : (i + 1) * width].clone()) for i in range(3)]
+    for i, part in enumerate(parts):
+        part.grad = gradients[name][:, i * width : (i + 1) * width].clone()
+    Muon(parts, lr=0.004, weight_decay=0.1, adjust_lr_fn="match_rms_adamw").step()
+    now = dict(model.named_parameters())
+    assert torch.equal(now[name], torch.cat([part.detach() for part in parts], 1))
+    # AdamW's first step moves every number by the rate: the word embeddings by the model's, the table by its own.
+    norm = "transformer.h.1.ln_1.weight"
+    assert (now[norm] - before[norm]).abs().mean().item() == pytest.approx(0.004, rel=1e-3)
+    tables = [n for n, p in now.items() if "encoding" in n]
+    assert tables
+    for table in tables:
+        assert (now[table] - before[table]).abs().max().item() == pytest.approx(0.004 * 0.5 / 0.01, rel=1e-3)
+
+
+def test_muon_has_all_matrices_of_the_blocks_and_nothing_of_an_encoding():
+    model = small_model("dapev2")
+    matrices = model.block_matrices()
+    own = {p for part in model.modules() if isinstance(part, Encoding) for p in part.parameters()}
+    assert own
+    assert not own & matrices.keys()
+    assert len(matrices) == 4 * model.config.n_layer
+    assert sum(widths is not None for widths in matrices.values()) == model.config.n_layer
+    model.block_matrices = dict
+    with pytest.raises(ValueError, match="needs matrices in the model's blocks, got none"):
+        Optimizers(TrainConfig(optimizer="muon").resolved(), model)
+
+
+@pytest.mark.parametrize("world", [1, 2], ids=["one process", "two, sharded"])
+def test_a_run_with_muon_that_was_stopped_is_the_run_that_was_not(tmp_path, world):
+    options = {"optimizer": "muon", "encoding": "t5-clamped", "batch_tokens": 4 * 33, "sharded": world > 1}
+    options |= {"learning_rate": 0.01, "encoding_learning_rate": 0.05}
+    whole = small_config(tmp_path, "whole", **options)
+    assert in_processes(lambda: train(whole), world) == [0] * world
+
+    def stopped():
+        config = small_config(tmp_path, "stopped", **options)
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("lengthwise.train.loop.micro_batches", failing_after(7))
+                train(config)
+        except InterruptedError:
+            return
+
+    assert in_processes(stopped, world) == [0] * world
+    assert not Run(tmp_path / "stopped").is_finished
+    again = small_config(tmp_path, "stopped", **options, resume=True)
+    assert in_processes(lambda: train(again), world) == [0] * world
+    runs = Run(tmp_path / "stopped"), Run(tmp_path / "whole")
+    assert numbers(runs[0]) == numbers(runs[1])
+    if world == 1:
+        assert_same_run(*runs)
+
+
+def rows_of_text(folder):
+    """Enough documents that a part of the training text has some."""
+    path = folder / "rows.jsonl"
+    rows = [{"text": f"{row} by {row * row % 97} is {row + row * row % 97} " * 6} for row in range(300)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def failing_after(steps):
+    from lengthwise.train.loop import micro_batches
+
+    def batches(config, data, step, world):
+        if step > steps:
+            raise InterruptedError
+        return micro_batches(config, data, step, world)
+
+    return batches
+
+
+def test_an_encoding_s_rate_is_tuned_or_keeps_its_ratio_to_the_model_s(monkeypatch):
+    nano = TrainConfig(encoding="sinusoidal").resolved()
+    double = TrainConfig(encoding="sinusoidal", learning_rate=2 * nano.learning_rate).resolved()
+    assert double.encoding_learning_rate == pytest.approx(2 * nano.encoding_learning_rate)
+    paper = TrainConfig(preset="tiny").resolved()
+    assert (paper.optimizer, paper.encoding_learning_rate) == ("adamw", paper.learning_rate)
+    other = TrainConfig(optimizer="adamw", encoding="t5-clamped").resolved()
+    assert other.encoding_learning_rate == other.learning_rate
+    monkeypatch.setattr(
+        "lengthwise.train.rates._table", lambda: {"nano": {"chosen": {"fire": {"encoding_learning_rate": 0.7}}}}
+    )
+    assert TrainConfig(encoding="fire").resolved().encoding_learning_rate == 0.7
+    with pytest.raises(ValueError, match="optimizer must be 'adamw' or 'muon', got 'sgd'"):
+        TrainConfig(optimizer="sgd").resolved()
+
+
+def test_what_options_are_chosen_on_is_neither_trained_on_nor_reported(tmp_path):
+    corpus = rows_of_text(tmp_path)
+    parts = {split: list(documents(corpus, split)) for split in ("train", "fitting", "validation", "held-out")}
+    assert sorted(parts["fitting"] + parts["validation"]) == sorted(parts["train"])
+    assert parts["validation"]
+    assert not set(parts["validation"]) & set(parts["fitting"])
+    with pytest.raises(ValueError, match="leave one of them out"):
+        TrainConfig(tuning=True, held_out=corpus).resolved()
+
+
+def test_every_encoding_has_as_many_tries_and_the_best_is_chosen(tmp_path):
+    training = small_config(tmp_path, optimizer="muon", data=rows_of_text(tmp_path))
+    config = StudyConfig(
+        out=str(tmp_path / "study"), encodings=["t5-clamped", "none"], tune_steps=4, training=training, jobs=1
+    )
+    tries = {name: [run.resolved for run in encoding_tries(config, name)] for name in config.encodings}
+    assert {len(runs) for runs in tries.values()} == {4}
+    assert len({run.learning_rate for run in tries["t5-clamped"]}) == 1
+    assert len({run.encoding_learning_rate for run in tries["t5-clamped"]}) == 4
+    assert len({run.learning_rate for run in tries["none"]}) == 4
+    tuned = with_tuned_rates(config)
+    content = json.loads((tmp_path / "study" / "tuning.json").read_text())
+    for name in config.encodings:
+        best = min(content["tries"][name], key=lambda result: result["loss"])
+        assert tuned.rates[name]["encoding_learning_rate"] == best["encoding_learning_rate"]
+        assert tuned.rates[name]["learning_rate"] == best["learning_rate"]
