@@ -40,6 +40,11 @@ CONFIG, METRICS, CHECKPOINTS, MAPS, FINAL, LOCK = (
     "final",
     ".lock",
 )
+SEAL = "seal.json"
+PARTIAL, DAMAGED, OLD = ".partial", ".damaged", ".old"
+log = logging.getLogger(__name__)
+PATIENCE = 1.0
+"""Seconds to wait for the lock: a reader that checks whether it is held holds it for a moment itself."""
 
 
 class Run:
@@ -142,10 +147,6 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
                     raise ValueError(f"{path} must have one JSON object a line, got {line[:60]!r}") from None
 
 
-SEAL = "seal.json"
-PARTIAL, DAMAGED, OLD = ".partial", ".damaged", ".old"
-
-
 def begin(target: Path) -> Path:
     """An empty folder to fill, which `seal` will rename to `target`."""
     partial = target.with_name(target.name + PARTIAL)
@@ -208,11 +209,6 @@ def _flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-log = logging.getLogger(__name__)
-PATIENCE = 1.0
-"""Seconds to wait for the lock: a reader that checks whether it is held holds it for a moment itself."""
 
 
 class RunWriter:

@@ -38,6 +38,14 @@ NOT_TEXT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "i
 """Folders of the standard library without text worth reading: installed packages, and tests."""
 
 TOPICS = "pydoc_data/topics.py"
+FILE_KINDS = (".txt", ".jsonl", ".parquet")
+HELD_OUT = 20
+"""One part in 20 is held out."""
+PIECE = 2**20
+"""Bytes read at a time, and characters of the longest document."""
+STREAM_ROWS = 100_000
+"""Rows of which one in twenty is held out: a stream of billions of words need not be read to its end."""
+HEADING = re.compile(r" = [^=].*[^=] = \n")
 
 
 class Source(Protocol):
@@ -105,13 +113,6 @@ class StdlibSource:
     def fingerprint(self) -> str:
         """The version and the names: an installed library is not edited."""
         return hashlib.sha256("\n".join([sys.version, *self.names]).encode()).hexdigest()
-
-
-FILE_KINDS = (".txt", ".jsonl", ".parquet")
-HELD_OUT = 20
-"""One part in 20 is held out."""
-PIECE = 2**20
-"""Bytes read at a time, and characters of the longest document."""
 
 
 class FileSource:
@@ -275,9 +276,6 @@ HUB_PRESETS = {
     "wikitext-103": HubData("Salesforce/wikitext", "wikitext-103-raw-v1", held_out="validation", articles=True),
     "fineweb-edu": HubData("HuggingFaceFW/fineweb-edu", "sample-10BT"),
 }
-STREAM_ROWS = 100_000
-"""Rows of which one in twenty is held out: a stream of billions of words need not be read to its end."""
-HEADING = re.compile(r" = [^=].*[^=] = \n")
 
 
 def is_hub_name(name: str) -> bool:

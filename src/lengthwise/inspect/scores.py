@@ -30,6 +30,8 @@ from lengthwise.views.tiles import first_forbidden
 
 VERIFIED_ROWS = 4
 """How many of the first and of the last rows are compared with the layer's own output."""
+PER_PAIR = ("bias", "content", "scores", "weights")
+"""What there is a number of for every query and key."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,10 +179,6 @@ def verify(record: AttentionRecord, name: str) -> None:
                 "applies dropout: call eval() first. A family with attention code of its own needs a file in "
                 "lengthwise/model/families"
             )
-
-
-PER_PAIR = ("bias", "content", "scores", "weights")
-"""What there is a number of for every query and key."""
 
 
 class LazyScores:
