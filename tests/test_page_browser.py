@@ -13,8 +13,7 @@ from lengthwise.encodings.kerple import kerple_log
 from lengthwise.inspect import position_maps, position_views
 from lengthwise.inspect.model_maps import position_records
 from lengthwise.inspect.scores import LazyScores
-from lengthwise.views.page import Page, Snapshot
-from lengthwise.views.page.html import document
+from lengthwise.views.page import Page, Snapshot, document
 from lengthwise.views.style import colour_scale
 
 pytestmark = needs_chromium

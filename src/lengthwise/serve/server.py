@@ -30,7 +30,7 @@ from lengthwise.errors import UserError
 from lengthwise.serve.catalog import Catalog
 from lengthwise.serve.session import LIMIT, LookCancelledError, Progress, Session
 from lengthwise.views import Quantity
-from lengthwise.views.page.html import document, policy
+from lengthwise.views.page import document, policy
 
 ADDRESS = "127.0.0.1"
 CONNECTIONS = 512
