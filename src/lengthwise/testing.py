@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from lengthwise.attention import BACKENDS, attend, checked_call, merge, run, skipping
-from lengthwise.attention.plan import Refusal
+from lengthwise.attention.backend import Refusal
 from lengthwise.bias import Bias, DenseBias, at_least_float32, rebuild
 from lengthwise.encodings import Encoding, Geometry, PositionError
 from lengthwise.encodings.registry import build

@@ -24,7 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
-from lengthwise.attention.memory import total_bytes
+from lengthwise.attention.backend import total_bytes
 from lengthwise.encodings import Encoding, PositionError
 from lengthwise.errors import check_int
 from lengthwise.evaluate.config import Protocol
