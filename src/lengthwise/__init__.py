@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         SumBias,
         registered,
     )
-    from lengthwise.encodings import ENCODINGS, Encoding, Geometry, make, register
+    from lengthwise.encodings import ENCODINGS, AttentionShape, Encoding, make, register
     from lengthwise.rescore import ContextualPositions, HeadNetwork, Rescore, ScoreFunction
     from lengthwise.token_layout import Band, PositionError, TokenLayout, layout
 
@@ -30,7 +30,7 @@ _HOMES = {
     "DistanceBias": "bias",
     "Encoding": "encodings",
     "FunctionBias": "bias",
-    "Geometry": "encodings",
+    "AttentionShape": "encodings",
     "HeadNetwork": "rescore",
     "LevelBias": "bias",
     "LineBias": "bias",
@@ -52,6 +52,7 @@ _HOMES = {
 
 __all__ = [
     "ENCODINGS",
+    "AttentionShape",
     "Band",
     "Bias",
     "ContextualPositions",
@@ -59,7 +60,6 @@ __all__ = [
     "DistanceBias",
     "Encoding",
     "FunctionBias",
-    "Geometry",
     "HeadNetwork",
     "LevelBias",
     "LineBias",

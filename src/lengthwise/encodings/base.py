@@ -33,7 +33,7 @@ HOOKS = ("embed", "rotate", "rescore", "bias", "logit_scale", "sink")
 
 
 @dataclass(frozen=True)
-class Geometry:
+class AttentionShape:
     """The shape of the attention that an encoding serves; `causal` picks its one-sided or its two-sided form."""
 
     heads: int
@@ -64,7 +64,7 @@ class Encoding(nn.Module):
     tables: ClassVar[tuple[str, ...]] = ()
     """Its learned tables by name: each entry is a number of its own, which weight decay would only pull to 0."""
 
-    def __init__(self, geometry: Geometry) -> None:
+    def __init__(self, geometry: AttentionShape) -> None:
         super().__init__()
         if not geometry.causal and not self.two_sided:
             raise ValueError(
