@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AttentionShape": "encodings",
     "ENCODINGS": "encodings",
     "Band": "token_layout",
     "Bias": "bias",
@@ -30,7 +31,6 @@ _HOMES = {
     "DistanceBias": "bias",
     "Encoding": "encodings",
     "FunctionBias": "bias",
-    "AttentionShape": "encodings",
     "HeadNetwork": "rescore",
     "LevelBias": "bias",
     "LineBias": "bias",

@@ -11,7 +11,7 @@ sink(x)                        a logit that takes weight and gives no value
 
 import inspect
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import ClassVar, Literal, cast
 
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
@@ -28,7 +28,9 @@ Tokens = Float[Tensor, "batch position width"]
 State = dict[str, Float[Tensor, "batch head key *axis"]]
 """Per-token numbers by name, float32 or better: whoever runs the model keeps them beside the keys."""
 
-HOOKS = ("embed", "rotate", "rescore", "bias", "logit_scale", "sink")
+Hook = Literal["embed", "state", "rotate", "bias", "rescore", "logit_scale", "sink"]
+
+HOOKS: tuple[Hook, ...] = ("embed", "rotate", "rescore", "bias", "logit_scale", "sink")
 """The hooks that change attention, the most telling first: DAPE has a bias too, but its point is to rescore."""
 
 
@@ -131,12 +133,12 @@ class Encoding(nn.Module):
         return [parameter for parameter in self.parameters() if parameter.ndim < 2 or id(parameter) in tables]
 
     @classmethod
-    def overrides(cls, hook: str) -> bool:
+    def overrides(cls, hook: Hook) -> bool:
         """Whether it has a hook of its own."""
         return getattr(cls, hook) is not getattr(Encoding, hook)
 
     @classmethod
-    def hook(cls) -> str | None:
+    def hook(cls) -> Hook | None:
         """The hook by which it acts, or None."""
         return next((hook for hook in HOOKS if cls.overrides(hook)), None)
 
