@@ -119,7 +119,10 @@ def score_block(record: AttentionRecord, visible: BlockMask, heads: slice, every
     k = at_least_float32(record.k[:, heads.start // group : -(-heads.stop // group), visible.columns])
     # Heads that share keys are rows of one product.
     grouped = (record.scale * q).unflatten(1, (k.shape[1], -1))
-    products = grouped.flatten(2, 3) @ k.transpose(-1, -2)
+    products = q.new_empty(*grouped.shape[:2], grouped.shape[2] * grouped.shape[3], k.shape[2])
+    # A sequence at a time: some heads of several lie apart, and one product of all would first copy every key.
+    for out, rows, keys in zip(products, grouped.flatten(2, 3), k, strict=True):
+        torch.bmm(rows, keys.transpose(1, 2), out=out)
     content = visible.fill(products.unflatten(2, grouped.shape[2:4]).flatten(1, 2), 0)
     bias = None if every_bias is None else every_bias[:, heads]
     factor = None
@@ -163,9 +166,11 @@ def verify(record: AttentionRecord, name: str) -> None:
     _, heads, queries, keys = record.shape
     bias_rows = BiasRows(record, VERIFIED_ROWS)
     for start, stop in {(0, min(VERIFIED_ROWS, queries)), (max(0, queries - VERIFIED_ROWS), queries)}:
-        visible = BlockMask.of(record, slice(start, stop), slice(0, keys))
+        # Under causality the first rows see a few keys only.
+        seen = max(1, stop + keys - queries) if record.causal else keys
+        visible = BlockMask.of(record, slice(start, stop), slice(0, seen))
         block = score_block(record, visible, slice(0, heads), bias_rows.block(visible))
-        v = of_heads(record.v, record.q.shape[1] // record.v.shape[1])
+        v = of_heads(record.v[:, :, :seen], record.q.shape[1] // record.v.shape[1])
         own = at_least_float32(record.out[:, :, start:stop])
         sees_nothing = ~visible.mask.any(-1)[..., None]
         difference = (weights_of(record, block) @ v - own).masked_fill(sees_nothing, 0).abs().max()
