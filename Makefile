@@ -5,10 +5,15 @@ BIN := $(VENV)/bin
 # The revision that `make bench-base` compares the working tree with.
 BASE ?= 9fcc0ca
 
-.PHONY: study test check prove bench bench-full bench-base bench-model table screenshots clean
+.PHONY: study study-full test check prove bench bench-full bench-base bench-model table screenshots clean
 
 study: $(VENV)/ready
 	$(BIN)/lengthwise study
+
+study-full: $(VENV)/ready
+	$(BIN)/lengthwise study --config configs/studies/full-stdlib.yaml
+	test -e wikipedia.jsonl || $(BIN)/python docs/wikipedia.py wikipedia.jsonl
+	$(BIN)/lengthwise study --config configs/studies/full-wikipedia.yaml
 
 test: check
 	$(BIN)/pytest -n auto -m "not prove"

@@ -81,12 +81,23 @@ def test_a_text_that_spells_out_a_special_token_has_the_tokens_of_training(tmp_p
 
 def test_fair_scores_the_same_tokens_at_every_length_and_only_the_context_grows():
     plans = [plan_windows("fair", 1009, n, shortest=12, longest=97, windows=31) for n in (12, 50, 97)]
-    targets = [[w.targets for w in p.windows] for p in plans]
+    targets = [[i for w in p.windows for i in range(w.targets.start, w.targets.stop)] for p in plans]
     assert targets[0] == targets[1] == targets[2]
-    assert targets[0][-1].stop == 1009
+    assert targets[0][-1] == 1008
+    assert len(targets[0]) == 31 * 12
     assert plans[2].windows[0].begin == 0
-    assert len(targets[0]) == 31
-    assert all(w.scored == 3 for p in plans for w in p.windows)
+    assert [{w.scored for w in p.windows} for p in plans] == [{3}, {12}, {12}]
+    for plan, length in zip(plans, (12, 50, 97), strict=True):
+        assert all(w.begin >= 0 and w.length == length and w.scored <= length / 4 for w in plan.windows)
+
+
+@pytest.mark.parametrize(
+    ("total", "lengths"), [(98, (97,)), (99, (97,)), (120, (97,)), (98, (12, 97)), (500, (96, 97))]
+)
+def test_fair_fits_into_a_text_that_is_barely_longer_than_the_longest_length(total, lengths):
+    plans = [plan_windows("fair", total, n, shortest=lengths[0], longest=97, windows=9).windows for n in lengths]
+    assert len({sum(w.scored for w in windows) for windows in plans}) == 1
+    assert all(w.begin >= 0 and w.targets.stop <= total and w.scored for windows in plans for w in windows)
 
 
 def test_paper_reads_consecutive_windows_from_the_start_and_no_part_of_one():

@@ -18,6 +18,7 @@ import yaml
 from lengthwise.cli import main, study_parser
 from lengthwise.evaluate import run as evaluate_run
 from lengthwise.evaluate import table as table_module
+from lengthwise.evaluate.statistics import Interval
 from lengthwise.runs import Run
 from lengthwise.study import execute
 from lengthwise.study.config import StudyConfig
@@ -30,7 +31,7 @@ from lengthwise.study.execute import (
     train_runs,
 )
 from lengthwise.study.report import paper_rows, paper_tables
-from lengthwise.study.results import TrainingOutcome
+from lengthwise.study.results import JudgedHypothesis, TrainingOutcome
 from lengthwise.study.runs import missing_commands, study_runs
 from lengthwise.train import TrainConfig, train
 
@@ -74,7 +75,7 @@ def test_a_study_writes_one_report_that_opens_offline_and_never_repeats_what_is_
     out = tmp_path / "out"
     page = (out / "report.html").read_text()
     assert said.splitlines()[-1] == f"the report is {out / 'report.html'}"
-    assert page.count("data:image/png;base64,") == 4
+    assert page.count("data:image/png;base64,") == 5
     assert base64.b64decode(re.search(r"base64,([^\"]+)", page)[1]).startswith(b"\x89PNG")
     assert not re.search(r"<script|https?://|<link", page)
     assert "<h1>Crows &lt;b&gt;</h1>" in page
@@ -91,6 +92,27 @@ def test_a_study_writes_one_report_that_opens_offline_and_never_repeats_what_is_
     run_study(small(tmp_path))
     assert trained == ["alibi-1337", "learned-1337"]
     assert {path: path.stat().st_mtime_ns for path in files} == before
+
+
+def test_seeds_stand_beside_each_other_and_hypotheses_are_judged_by_their_interval(tmp_path, in_process):
+    hypotheses = {"alibi": {"at_most": 9.0}, "none": {"above": 9.0}, "fire": {"at_most": 0.1}}
+    run_study(small(tmp_path, encodings=["alibi", "none"], seeds=[1, 2], hypotheses=hypotheses))
+    content = json.loads((tmp_path / "out/study.json").read_text())
+    assert [(h["encoding"], h["verdict"]) for h in content["hypotheses"]] == [
+        ("alibi", "held"),
+        ("none", "failed"),
+        ("fire", "not measured"),
+    ]
+    rises = content["seed_rises"]["alibi"]
+    assert len(rises) == 2
+    mean, half = sum(rises) / 2, 12.706 * abs(rises[0] - rises[1]) / 2
+    assert content["hypotheses"][0]["interval"] == pytest.approx([mean - half, mean + half], rel=1e-3)
+    titles = [section["title"] for section in content["sections"]]
+    assert titles[:4] == ["Summary", "Rise on the same tokens", "Seeds", "Hypotheses"]
+    undecided = JudgedHypothesis("alibi", "at_most", 0.5, [0.4, 0.6], Interval(0.3, 0.7))
+    assert undecided.verdict == "not decided"
+    with pytest.raises(ValueError, match="'at_most' or 'above' a number, got"):
+        study_runs(small(tmp_path, hypotheses={"alibi": {"below": 1.0}}))
 
 
 def test_a_run_that_fails_is_reported_and_the_rest_goes_on_and_later_it_is_tried_again(tmp_path, in_process):
@@ -183,9 +205,9 @@ def test_the_sections_of_the_report_are_in_its_json(tmp_path, in_process):
     study = json.loads((tmp_path / "out/study.json").read_text())
     page = (tmp_path / "out/report.html").read_text()
     titles = [section["title"] for section in study["sections"]]
-    assert titles[:3] == ["Summary", "Perplexity by length", "95 % intervals"]
+    assert titles[:3] == ["Summary", "Rise on the same tokens", "Perplexity by length"]
     assert re.findall(r"<h2>(.*?)</h2>", page) == titles
-    table = study["sections"][1]["table"]
+    table = study["sections"][2]["table"]
     assert table[0] == ["model", "32", "64", "rise at 64"]
     assert "| " + " | ".join(table[1]) + " |" in (tmp_path / "out/report.md").read_text()
     assert {"metric", "notes", "train_length", "rows", "speed", "missing", "settings", "seeds", "seconds", "born"} < {

@@ -22,9 +22,11 @@ class EvalConfig:
         "fair", "fair: the same tokens at every length; paper: consecutive windows; sliding: every token once"
     )
     text: str | None = option(None, "the source whose held-out text is used; stdlib, or in a study that of --data")
-    windows: int | None = option(None, "windows at most, at each length; 256, or in a study 64")
+    windows: int | None = option(
+        None, "windows at most, at each length, or under fair places in the text; 256, or in a study 128"
+    )
     stride: int | None = option(
-        None, "tokens scored in a window (fair: a quarter of the shortest length; sliding: half of the length)"
+        None, "tokens scored at a place (fair: the shortest length) or in a window (sliding: half of the length)"
     )
     chunk: int | None = option(
         None, "read windows in chunks of so many tokens through the cache; by default only where memory needs it"

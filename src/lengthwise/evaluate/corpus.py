@@ -8,7 +8,7 @@ with different tokenizers comparable: a token's bytes are those that its charact
 A protocol says which windows of the text are read at a length, and which of their tokens are scored:
 
     paper     consecutive windows from the start, every token scored; other lengths score other text
-    fair      the last few tokens of windows that end at the same places at every length: only the context grows
+    fair      the same tokens at every length, the last ones of each window: only the context grows
     sliding   every token scored once, with all but `stride` tokens of context; at stride = length this is the rolling
               likelihood of lm-evaluation-harness
 
@@ -128,8 +128,8 @@ def plan_windows(
 ) -> WindowPlan:
     """The windows at one of several lengths in a text of `total` tokens, at most `windows` of them.
 
-    `stride` is how many tokens of a window are scored under fair (a quarter of the shortest length if not given) and
-    sliding (half of the length).
+    `stride` is how many tokens are scored at a place under fair (at most, and by default, the shortest length), and in
+    a window under sliding (half of the length); under fair `windows` counts the places.
     """
     check_choice("protocol", protocol, PROTOCOLS)
     check_int("windows", windows)
@@ -144,7 +144,7 @@ def plan_windows(
         return _paper(total, length, windows)
     if protocol == "sliding":
         return _sliding(total, length, windows, stride or max(1, length // 2))
-    return _fair(total, length, longest, windows, min(stride or max(1, shortest // 4), shortest))
+    return _fair(total, length, longest, windows, min(stride or shortest, shortest))
 
 
 def _paper(total: int, length: int, windows: int) -> WindowPlan:
@@ -154,11 +154,22 @@ def _paper(total: int, length: int, windows: int) -> WindowPlan:
 
 
 def _fair(total: int, length: int, longest: int, windows: int, stride: int) -> WindowPlan:
-    count = min(windows, (total - 1 - longest) // stride + 1)
-    ends = np.linspace(longest, total - 1, count).astype(int).tolist()
-    chosen = [Window(end - length, length, stride) for end in ends]
+    """`stride` tokens at each of `windows` places; at a short length several windows share them."""
+    # A window scores at most a quarter of its length, so that every token has at least the rest as its context.
+    most = max(1, longest // 4)
+    stride = min(stride, total - 1 - longest + most)
+    first = longest + max(0, stride - most)
+    count = min(windows, (total - 1 - first) // stride + 1)
+    ends = np.linspace(first, total - 1, count).astype(int).tolist()
+    step = min(stride, max(1, length // 4))
+    chosen = []
+    for end in ends:
+        for left in range(stride, 0, -step):
+            scored = min(step, left)
+            chosen.append(Window(end - left + scored - length, length, scored))
     return WindowPlan(
-        chosen, f"fair: the same {count * stride:,} tokens at every length, the last {stride} of each window"
+        chosen,
+        f"fair: the same {count * stride:,} tokens at every length, each after at least three quarters of it",
     )
 
 

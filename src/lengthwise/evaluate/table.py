@@ -182,6 +182,31 @@ class LengthTable:
         return json.dumps(_finite(whole), indent=1)
 
 
+def rise_figure(table: LengthTable, *, train_length: int) -> "Figure":
+    """How many times its value at the training length each row has at the longer ones, on the same tokens.
+
+    A line per row with its paired interval: what makes a text easy or hard at every length cancels.
+    """
+    from lengthwise.views.line_plot import Line, lines_figure
+
+    lines = []
+    for name in table.names:
+        known = []
+        for length in table.lengths:
+            if length >= train_length and table.seeds(name, length) and table.seeds(name, train_length):
+                value, interval = table.change(name, length, train_length)
+                known.append((length, math.exp(value), *(math.exp(end) for end in interval)))
+        if known:
+            lines.append(Line(name, *map(list, zip(*known, strict=True))))
+    return lines_figure(
+        lines,
+        title=f"Perplexity as a multiple of that at {train_length:,} tokens, same tokens, 95 % intervals",
+        across="length in tokens",
+        up=f"times the perplexity at {train_length:,}",
+        marked=train_length,
+    )
+
+
 def length_figure(table: LengthTable, *, train_length: int | None = None) -> "Figure":
     """A line per row of the table with its interval, the training length marked."""
     from lengthwise.views.line_plot import Line, lines_figure  # late, as below: matplotlib is not needed for a table

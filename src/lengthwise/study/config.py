@@ -36,6 +36,9 @@ class StudyConfig:
     )
     seeds: list[int] = option([1337], "each encoding is trained once with each")  # noqa: RUF009
     jobs: int | None = option(None, "runs that train at the same time; on the CPU one per core, else one")
+    hypotheses: dict[str, dict[str, float]] = option(  # noqa: RUF009
+        {}, 'the rise expected at eight times the length: {"cable": {"at_most": 0.01}, "rope": {"above": 0.2}}'
+    )
     paper: str | None = option(None, "the paper's table to print beside, e.g. fineweb-edu-medium")
     tune: bool = option(
         False, "first choose the learning rates of each encoding by short trainings on a part of the training text"

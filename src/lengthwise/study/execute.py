@@ -41,7 +41,7 @@ from lengthwise.views.style import save_picture
 
 log = logging.getLogger(__name__)
 LENGTH_MULTIPLES = (1, 2, 4, 8, 16)
-WINDOWS = 64
+WINDOWS = 128
 LONGEST_MAP = 512
 """Tokens that heads are drawn for at most, as in the paper."""
 MEASURE_ERRORS = (ArithmeticError, LookupError, OSError, RuntimeError, ValueError)

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from lengthwise.evaluate import LengthTable
-from lengthwise.evaluate.table import format_value, length_figure, markdown
+from lengthwise.evaluate.statistics import Interval
+from lengthwise.evaluate.table import format_value, length_figure, markdown, rise_figure
 from lengthwise.evaluate.tasks import task_rows
 from lengthwise.files import write_atomic
 from lengthwise.study.results import StudyResults, origin
@@ -125,14 +126,23 @@ def report_sections(results: StudyResults, out: Path) -> list[Section]:
     sections = [Section("Summary", summary(results))]
     if (table := results.table) is not None:
         metric = table.metric.replace("_", " ").capitalize()
+        if rows := rise_rows(results):
+            rises = rise_figure(table, train_length=results.train_length)
+            words = "The same tokens at every length, so what makes them easy or hard cancels; 95 % intervals."
+            pictures = [Picture(png(rises), "Each line is an encoding, each bar its paired interval over documents.")]
+            sections.append(Section("Rise on the same tokens", [words], rows, pictures))
+        if rows := seed_rows(results):
+            words = "The rise of each seed, and the 95 % interval of their mean by Student's t."
+            sections.append(Section("Seeds", [words], rows))
+        if rows := hypothesis_rows(results):
+            words = "Written down before the runs; held or failed only where the whole interval is on one side."
+            sections.append(Section("Hypotheses", [words], rows))
         drawing = length_figure(table, train_length=results.train_length)
-        caption = "Each line is an encoding; the bars are its 95 % intervals over documents."
+        caption = "Each line is an encoding; the bars are its 95 % intervals over documents, which differ."
         sections += [
             Section(f"{metric} by length", table=result_rows(results), pictures=[Picture(png(drawing), caption)]),
             Section("95 % intervals", ["Over documents and seeds."], interval_rows(table)),
         ]
-        if rows := rise_rows(results):
-            sections.append(Section("Rise on the same tokens", ["With 95 % intervals."], rows))
         if rows := difference_rows(table):
             sections.append(Section("Paired differences on the same tokens", ["With 95 % intervals."], rows))
         if rows := paper_rows(results.config.paper, table):
@@ -213,6 +223,37 @@ def rise_rows(results: StudyResults) -> Rows:
     if not any(text != "-" for row in rows for text in row[1:]):
         return []
     return [[f"rise since {length:,}", *(f"{n:,}" for n in beyond)], *rows]
+
+
+def seed_rows(results: StudyResults) -> Rows:
+    """The rise of each seed at the far length and the interval of their mean; nothing with one seed."""
+    table, far = results.table, results.far_length
+    if table is None or far is None or len(results.config.seeds) < 2:
+        return []
+    head = [f"rise at {far:,}", *(f"seed {seed}" for seed in results.config.seeds), "mean", "95 % interval"]
+    rows = [head]
+    for name in table.names:
+        rises = results.seed_rises(name, far)
+        interval = results.rise_interval(name, far)
+        cells = [f"{rise:+.1%}" for rise in rises] + ["-"] * (len(results.config.seeds) - len(rises))
+        mean = f"{sum(rises) / len(rises):+.1%}" if rises else "-"
+        rows.append([name, *cells, mean, _percent(interval)])
+    return rows
+
+
+def hypothesis_rows(results: StudyResults) -> Rows:
+    """What was expected, what was measured, and whether it held."""
+    words = {"at_most": "at most", "above": "above"}
+    rows = [["encoding", f"rise at {results.far_length or 0:,}", "measured", "95 % interval", "verdict"]]
+    for judged in results.hypotheses():
+        expected = f"{words[judged.kind]} {judged.bound:+.0%}"
+        measured = ", ".join(f"{rise:+.1%}" for rise in judged.rises) or "-"
+        rows.append([judged.encoding, expected, measured, _percent(judged.interval), judged.verdict])
+    return rows if results.config.hypotheses else []
+
+
+def _percent(interval: Interval | None) -> str:
+    return "-" if interval is None else f"{interval.low:+.1%} to {interval.high:+.1%}"
 
 
 def difference_rows(table: LengthTable) -> Rows:

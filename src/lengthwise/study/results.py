@@ -5,13 +5,14 @@ import os
 import platform
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
 
 from lengthwise import __version__
 from lengthwise.evaluate import LengthTable
+from lengthwise.evaluate.statistics import Interval, Sums, t_interval
 from lengthwise.evaluate.tasks import TaskScore
 from lengthwise.files import processor_name
 from lengthwise.study.config import StudyConfig
@@ -29,6 +30,42 @@ class TrainingOutcome:
     peak_bytes: int
     threads: int
     failure: str | None = None
+
+
+Verdict = Literal["held", "failed", "not decided", "not measured"]
+
+
+@dataclass(frozen=True)
+class JudgedHypothesis:
+    """What was expected of an encoding's rise before the runs, and what was measured."""
+
+    encoding: str
+    kind: str
+    """at_most or above"""
+    bound: float
+    rises: list[float]
+    interval: Interval | None
+
+    @property
+    def verdict(self) -> Verdict:
+        """Held or failed only where the whole interval is on one side of the bound."""
+        if self.interval is None:
+            return "not measured"
+        below, over = self.interval.high <= self.bound, self.interval.low > self.bound
+        if not below and not over:
+            return "not decided"
+        return "held" if below == (self.kind == "at_most") else "failed"
+
+    def as_json(self) -> dict[str, Any]:
+        """For study.json."""
+        interval = None if self.interval is None else list(self.interval)
+        return {
+            "encoding": self.encoding,
+            self.kind: self.bound,
+            "rises": self.rises,
+            "interval": interval,
+            "verdict": self.verdict,
+        }
 
 
 @dataclass(frozen=True)
@@ -63,6 +100,39 @@ class StudyResults:
         if table is None or not table.seeds(name, length) or not table.seeds(name, self.train_length):
             return None
         return table.cell(name, length).value / table.cell(name, self.train_length).value
+
+    def seed_rises(self, name: str, length: int) -> list[float]:
+        """The rise of each seed of an encoding above its own value at the training length, as a share of it."""
+        if self.table is None:
+            return []
+        first = {score.name: score for score in self.table.seeds(name, self.train_length)}
+        later = [score for score in self.table.seeds(name, length) if score.name in first]
+        metric = self.table.metric
+        values = [(ratio(score.sums(metric)), ratio(first[score.name].sums(metric))) for score in later]
+        return [math.expm1(a - b) if metric == "perplexity" else a / b - 1 for a, b in values]
+
+    def rise_interval(self, name: str, length: int) -> Interval | None:
+        """Of the rise: by Student's t over seeds, or with one seed over documents on the same tokens."""
+        rises = self.seed_rises(name, length)
+        if len(rises) > 1:
+            return t_interval(rises)
+        if not rises or self.table is None or self.table.metric != "perplexity":
+            return None
+        try:
+            return Interval(*(math.expm1(end) for end in self.table.change(name, length, self.train_length)[1]))
+        except ValueError:  # other tokens at each length
+            return None
+
+    def hypotheses(self) -> list[JudgedHypothesis]:
+        """The study's hypotheses on the rise at the far length, judged."""
+        far, names = self.far_length, self.table.names if self.table is not None else []
+        judged = []
+        for encoding, bounds in self.config.hypotheses.items():
+            known = far is not None and encoding in names
+            rises = self.seed_rises(encoding, far) if known and far is not None else []
+            interval = self.rise_interval(encoding, far) if known and far is not None else None
+            judged += [JudgedHypothesis(encoding, kind, bound, rises, interval) for kind, bound in bounds.items()]
+        return judged
 
     def gap(self, name: str) -> float:
         """How many times the best value an encoding has at the training length."""
@@ -116,11 +186,20 @@ class StudyResults:
             "rows": rows,
             "speed": self.speed_rows(),
             "missing": self.missing,
+            "seed_rises": {name: self.seed_rises(name, self.far_length) for name in table.names}
+            if table is not None and self.far_length is not None
+            else {},
+            "hypotheses": [judged.as_json() for judged in self.hypotheses()],
             "settings": {name: value for name, value in settings.items() if name not in ("encoding", "seed")},
             "seeds": self.config.seeds,
             "seconds": self.seconds,
             "born": origin("lengthwise study"),
         }
+
+
+def ratio(sums: Sums) -> float:
+    """The value that sums over documents make."""
+    return float(sums[0].sum() / sums[1].sum())
 
 
 def origin(command: str) -> dict[str, Any]:

@@ -86,6 +86,12 @@ def study_runs(config: StudyConfig) -> list[StudyRun]:
             raise ValueError(f"{name} of a study must differ, got {values}")
     for encoding in (*config.encodings, *config.encoding_options, *config.rates):
         find(encoding)
+    for encoding, bounds in config.hypotheses.items():
+        find(encoding)
+        if not bounds or bounds.keys() - {"at_most", "above"}:
+            raise ValueError(
+                f"a hypothesis must be 'at_most' or 'above' a number, got {sorted(bounds)} for {encoding!r}"
+            )
     for encoding, given in config.rates.items():
         if unknown := given.keys() - RATES:
             raise ValueError(f"rates must be {', '.join(RATES)}, got {', '.join(sorted(unknown))} for {encoding!r}")
