@@ -6,8 +6,8 @@ is pooled by tiles, and only `values` fills in a matrix, on request.
 These are the data. `PositionMaps` of position_maps.py is the same with its figures, its page and its file.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, Self
 
@@ -105,6 +105,8 @@ class LayerMaps:
     """Whether the map is that of the first sequence or the mean over all."""
     tokens: tuple[str, ...] | None = None
     """The tokens of the first sequence, as text."""
+    origin: Mapping[str, str | int | float] = field(default_factory=dict)
+    """How the model was trained, where the maps outlive it: see `lengthwise.show.trained`."""
 
     @property
     def layers(self) -> tuple[int, ...]:

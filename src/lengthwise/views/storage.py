@@ -15,8 +15,12 @@ from torch import Tensor
 
 from lengthwise.bias import rebuild
 from lengthwise.files import replacing
+from lengthwise.views.described_scores import ContentScores, NetworkBias
 from lengthwise.views.maps import LayerMap, LayerMaps, Profile
 from lengthwise.views.tiles import Tiles
+
+STORED = (ContentScores, NetworkBias)
+"""Kinds that a file can hold beside those of `lengthwise.bias`: importing them makes them known by name."""
 
 FORM = "lengthwise position maps 3"
 """The first entry of the header; a change of the format changes the number."""
@@ -34,7 +38,7 @@ def save_maps(maps: LayerMaps, path: str | Path) -> Path:
         save_file(
             {name: _copy(tensor) for name, tensor in tensors.items()},
             partial,
-            {"form": FORM, "about": json.dumps(about), "layers": json.dumps(layers)},
+            {"form": FORM, "about": json.dumps(about), "layers": json.dumps(layers), "origin": json.dumps(maps.origin)},
         )
     return path
 
@@ -52,7 +56,7 @@ def read_maps(path: str | Path) -> dict[str, Any]:
     about = json.loads(header["about"])
     about["tokens"] = None if about["tokens"] is None else tuple(about["tokens"])
     layers = [_unpack(stored, f"{index}.", tensors) for index, stored in enumerate(json.loads(header["layers"]))]
-    return {**about, "maps": tuple(layers)}
+    return {**about, "maps": tuple(layers), "origin": json.loads(header.get("origin", "{}"))}
 
 
 def _pack(layer_map: LayerMap, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
