@@ -1,0 +1,106 @@
+"""docs/gallery.md: the trained maps of the package as pictures with their numbers, and as one offline page.
+
+Every number of the text is computed from the maps; what there are no maps of is named, and not drawn.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from lengthwise.files import write_atomic
+from lengthwise.runs import Run
+from lengthwise.show.paper import draw
+from lengthwise.show.paper_figures import FIGURES, PaperFigure
+from lengthwise.show.steps import layer_snapshots
+from lengthwise.show.structure import Structure
+from lengthwise.show.trained import load_trained, origin_line
+from lengthwise.views import PositionMaps
+from lengthwise.views.described_scores import ContentScores, NetworkBias
+from lengthwise.views.page import Page, Snapshot
+from lengthwise.views.page.html import document
+from lengthwise.views.step_plot import step_plot
+from lengthwise.views.style import in_few_colours, png
+
+DPI = 110
+"""Pixels an inch of the gallery's pictures: small files, and every tick can still be read."""
+
+TILES = 128
+"""Tiles along a side of what the page cannot fill in by itself."""
+
+INTRODUCTION = """\
+# Gallery: the heads of trained models
+
+The figures of the CABLE paper (Veisi et al. 2025, Figures 8 to 15), drawn from the trained maps that come with the
+package: `lengthwise show --paper` draws the same. Each is the final layer of a small GPT-2 on one sequence of held-out
+text. *Context* is the spread over sequences at the same query and key, root mean square: 0 where the tokens do not
+matter. Ranges of the paper's own figures, of a larger model and more text, stand beside ours and were not tuned for.
+
+This page is written by `python docs/gallery.py`, with every number computed from the maps. The same heads under the
+cursor: [gallery/page.html](gallery/page.html), one file that needs no network.
+"""
+
+
+def write_gallery(docs: Path, runs: Sequence[str] = ()) -> str:
+    """Write gallery.md and its pictures; with runs also how their heads moved in training."""
+    trained = {figure: maps for figure in FIGURES if (maps := load_trained(figure)) is not None}
+    if not trained:
+        raise FileNotFoundError("a gallery must have trained maps, got none; write them with docs/trained_maps.py")
+    folder = docs / "gallery"
+    sections = [INTRODUCTION]
+    for figure, maps in trained.items():
+        _write_picture(draw(figure, maps), folder / f"{figure.name}.png")
+        sections.append(section(figure, maps))
+    missing = [figure.label for figure in FIGURES if figure not in trained]
+    if missing:
+        sections.append(f"There are no trained maps yet of {', '.join(missing)}.\n")
+    for name in runs:
+        run = Run(name)
+        _write_picture(step_plot(layer_snapshots(run)), folder / f"moved-{run.name}.png")
+    moved = sorted(folder.glob("moved-*.png"))
+    if moved:
+        sections.append("## How heads moved in training\n")
+        sections += [f"![The heads of {_run_name(path)} by step](gallery/{path.name})\n" for path in moved]
+    page = write_page(list(trained.values()), folder / "page.html")
+    text = write_atomic(docs / "gallery.md", "\n".join(sections))
+    sizes = sum(path.stat().st_size for path in folder.iterdir())
+    return f"Wrote {text.name}, {len(trained) + len(moved)} pictures and {page.name}: {sizes:,} bytes."
+
+
+def section(figure: PaperFigure, maps: PositionMaps) -> str:
+    """One figure: its picture, and its numbers in a sentence."""
+    structure = Structure.of(maps.maps[0])
+    constant = "" if figure.constant_from is None else f"; constant from distance {structure.constant_from} on"
+    printed = f" In the paper: {figure.printed}." if figure.printed else ""
+    faults = "".join(f" Not as in the paper: {fault}." for fault in structure.deviations(figure))
+    return (
+        f"## Figure {figure.number}: {figure.label}\n\n"
+        f"![The {maps.quantity} of {figure.label}](gallery/{figure.name}.png)\n\n"
+        f"{figure.caption} {structure.sentence()}{constant}.{printed}{faults} {origin_line(maps.origin)} "
+        f"Licence of the text: {maps.origin['licence']}.\n"
+    )
+
+
+def write_page(models: Sequence[PositionMaps], path: Path) -> Path:
+    """All of them on one interactive page, with as few tiles as a small file has room for."""
+    page = Page([[Snapshot({maps.quantity: _tiled(maps)})] for maps in models])
+    title = "Trained heads: " + ", ".join(maps.encoding for maps in models)
+    return write_atomic(path, document({**page.payload(), "title": title}, title=title))
+
+
+def _tiled(maps: PositionMaps) -> PositionMaps:
+    """The same with tiles where values have no structure that the page knows."""
+    (layer_map,) = maps.maps
+    if not isinstance(layer_map.described, ContentScores | NetworkBias):
+        return maps
+    return replace(maps, maps=(replace(layer_map, described=None, tiles=layer_map.pooled(TILES)),))
+
+
+def _write_picture(figure: Figure, path: Path) -> None:
+    figure.set_dpi(DPI)
+    write_atomic(path, in_few_colours(png(figure)))
+
+
+def _run_name(path: Path) -> str:
+    return path.stem.removeprefix("moved-")
