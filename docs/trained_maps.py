@@ -13,10 +13,10 @@ from lengthwise.show.trained import Source, check_sizes, write_trained
 def head_commit() -> str:
     """The commit of the working tree, with a + where its sources have changed since."""
     root = Path(__file__).parents[1]
-    asked = (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "src/lengthwise/**/*.py"])
+    questions = (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "src/lengthwise/*.py"])
     commit, changes = (
         subprocess.run(["git", *words], capture_output=True, text=True, cwd=root, check=True).stdout.strip()
-        for words in asked
+        for words in questions
     )
     return commit + "+" * bool(changes)
 

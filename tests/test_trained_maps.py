@@ -50,18 +50,18 @@ def make_run(folder: Path, figure: PaperFigure) -> Run:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A run and the maps of every figure, and what was said of them."""
+    """A run and the maps of every figure, and what was reported of them."""
     folder = tmp_path_factory.mktemp("trained")
-    said = {}
+    reports = {}
     for figure in FIGURES:
         run = make_run(folder / "runs" / figure.maps_name, figure)
-        said[figure] = write_trained(run.folder, SOURCE, folder=folder / "maps", length=LENGTH)
-    return folder, said
+        reports[figure] = write_trained(run.folder, SOURCE, folder=folder / "maps", length=LENGTH)
+    return folder, reports
 
 
 @EVERY
 def test_a_file_holds_the_final_layer_as_what_it_is_made_of(written, figure):
-    folder, said = written
+    folder, reports = written
     maps = load_trained(figure, folder / "maps")
     loaded = load_model(folder / "runs" / figure.maps_name)
     sample = sample_tokens(loaded, length=LENGTH, count=SEQUENCES)
@@ -85,16 +85,16 @@ def test_a_file_holds_the_final_layer_as_what_it_is_made_of(written, figure):
         "text": "a text of tests",
     }.items() <= maps.origin.items()
     assert "the maps hold no text" in maps.origin["licence"]
-    assert "Trained on 1,234,567 tokens of a text of tests at length 64, held-out loss 2.500" in said[figure]
+    assert "Trained on 1,234,567 tokens of a text of tests at length 64, held-out loss 2.500" in reports[figure]
 
 
 @EVERY
 def test_structure_is_that_of_the_papers_figure(written, figure):
-    folder, said = written
+    folder, reports = written
     expected = replace(figure, constant_from=figure.constant_from and REACH)
     structure = Structure.of(load_trained(figure, folder / "maps").maps[0])
     assert structure.deviations(expected) == []
-    assert "Not as in" not in said[figure]
+    assert "Not as in" not in reports[figure]
     if figure.follows == "distance":
         assert max(structure.context) == 0
         assert max(structure.diagonals) == 0

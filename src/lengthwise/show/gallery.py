@@ -84,8 +84,9 @@ def section(figure: PaperFigure, maps: PositionMaps) -> str:
 
 def write_page(models: Sequence[PositionMaps], path: Path) -> Path:
     """All of them on one interactive page, with as few tiles as a small file has room for."""
-    page = Page([[Snapshot({maps.quantity: _tiled(maps)})] for maps in models])
-    title = "Trained heads: " + ", ".join(maps.encoding for maps in models)
+    named = [replace(_tiled(maps), model=f"trained on {maps.origin['tokens']:,} tokens") for maps in models]
+    page = Page([[Snapshot({maps.quantity: maps})] for maps in named])
+    title = f"Trained heads of {len(models)} encodings"
     return write_atomic(path, document({**page.payload(), "title": title}, title=title))
 
 

@@ -14,10 +14,10 @@ from lengthwise.views.maps import LayerMaps
 from lengthwise.views.style import GREY, LARGE, MIDDLE, SMALL, axes_at, new_figure, ticks, write
 
 ACROSS = 4
-WIDTH, HEIGHT, LEFT, RIGHT, ABOVE, BELOW = 1.3, 1.0, 0.42, 0.08, 0.24, 0.2
+WIDTH, HEIGHT, LEFT, RIGHT, ABOVE, BELOW = 1.3, 1.0, 0.5, 0.06, 0.24, 0.2
 """A panel in inches, and the space around it."""
 
-TOP, BOTTOM, KEY = 0.26, 0.36, 0.8
+TOP, BOTTOM, KEY = 0.2, 0.3, 0.75
 """Space for the title, for labels and the note, and for the legend beside the panels."""
 
 LINES = 7
@@ -45,7 +45,7 @@ def step_plot(snapshots: Mapping[int, LayerMaps], *, heads: Sequence[int] | None
         axes = axes_at(figure, column * width + LEFT, TOP + row * height + ABOVE, WIDTH, HEIGHT)
         for step, colour in zip(steps, colours, strict=True):
             profile = snapshots[step].maps[0].profile
-            axes.plot(profile.distances, profile.mean[head], color=colour, linewidth=0.8, label=f"{step:,}")
+            axes.plot(profile.distances, profile.mean[head], color=colour, linewidth=0.7, label=f"{step:,}")
         axes.axhline(0, color=GREY, linewidth=0.4, zorder=0)
         axes.set_title(f"Head {head + 1}", size=MIDDLE, pad=3)
         if last.causal:
