@@ -18,8 +18,7 @@ from lengthwise.show.structure import Structure
 from lengthwise.show.trained import load_trained, origin_line
 from lengthwise.views import PositionMaps
 from lengthwise.views.described_scores import ContentScores, NetworkBias
-from lengthwise.views.page import Page, Snapshot
-from lengthwise.views.page.html import document
+from lengthwise.views.page import Page, Snapshot, document
 from lengthwise.views.step_plot import step_plot
 from lengthwise.views.style import in_few_colours, png
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from lengthwise.views.grid import RESOLUTION, checked_heads, heading, panel
+from lengthwise.views.figures import RESOLUTION, checked_heads, heading, panel
 from lengthwise.views.maps import LayerMaps
 from lengthwise.views.style import LARGE, MIDDLE, axes_at, colour_scale, new_figure, write
 

@@ -8,8 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from lengthwise.views.distance_plot import label
-from lengthwise.views.grid import checked_heads
+from lengthwise.views.figures import checked_heads, label
 from lengthwise.views.maps import LayerMaps
 from lengthwise.views.style import GREY, LARGE, MIDDLE, SMALL, axes_at, new_figure, ticks, write
 

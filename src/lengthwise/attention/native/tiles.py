@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lengthwise.attention.backend import Output, Plan, Refusal, finite_inputs
 from lengthwise.attention.call import AttentionCall
-from lengthwise.attention.finite import finite_inputs
 from lengthwise.attention.native import build
-from lengthwise.attention.plan import Output, Plan, Refusal
 from lengthwise.bias import Bias, DistanceBias, LevelBias, LineBias, SumBias, at_least_float32
 from lengthwise.token_layout import TokenLayout, row_of
 
