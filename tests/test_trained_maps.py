@@ -23,6 +23,7 @@ from lengthwise.show.paper_figures import FIGURES, PaperFigure
 from lengthwise.show.structure import COLOURS, Structure
 from lengthwise.show.trained import FOLDER, MOST_BYTES, Source, check_sizes, load_trained, write_trained
 from lengthwise.train import train
+from lengthwise.views import load_maps
 from lengthwise.views.described_scores import ContentScores, NetworkBias
 
 ROOT = Path(__file__).parents[1]
@@ -170,7 +171,7 @@ def test_what_the_package_ships_has_the_structure_of_the_papers_figure(figure):
     assert sum(path.stat().st_size for path in FOLDER.glob("*.safetensors")) <= MOST_BYTES
 
 
-def test_a_run_is_drawn_by_its_steps(tmp_path, capsys):
+def test_a_run_that_was_trained_is_drawn_by_its_steps_and_its_last_maps_are_written(tmp_path, capsys):
     run = train(small_config(tmp_path, "moved", encoding="kerple", maps_every=4))
     out = shown(capsys, run.folder, "--by-step", "--out", tmp_path / "moved.png")
     assert "kerple: bias of moved, layer 2, after step 4, 8, 11." in out
@@ -178,6 +179,11 @@ def test_a_run_is_drawn_by_its_steps(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         shown(capsys, run.folder, "--by-step", "--layer", "all")
     assert "--by-step must be of one layer" in f"{ended.value.code}{capsys.readouterr().err}"
+    write_trained(run.folder, SOURCE, folder=tmp_path / "maps", length=33)
+    (kerple,) = (figure for figure in FIGURES if figure.maps_name == "kerple")
+    maps, last = load_trained(kerple, tmp_path / "maps"), run.metrics[-1]
+    assert (maps.origin["tokens"], maps.origin["loss"]) == (last["tokens"], last["held_out"]["33"])
+    torch.testing.assert_close(maps.values, load_maps(run.maps[-1]).only().values, equal_nan=True)
     for path in run.maps[1:]:
         path.unlink()
     with pytest.raises(SystemExit) as ended:

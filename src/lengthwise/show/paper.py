@@ -69,7 +69,8 @@ def show_paper(
 def draw(figure: PaperFigure, maps: PositionMaps, state: str = "", style: Style | None = None) -> Figure:
     """One figure; its caption says how the model was trained or, where the maps do not know that, `state`."""
     if style == "annotated":
-        return maps.figure()
+        trained = f", trained on {maps.origin['tokens']:,} tokens" if maps.origin else ""
+        return replace(maps, model=maps.model + trained).figure()
     (layer_map,) = maps.maps
     caption = (
         f"Figure {figure.number}. {figure.caption} The {maps.quantity} of all {maps.heads} heads in the final layer of "

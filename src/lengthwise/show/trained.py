@@ -71,13 +71,12 @@ def write_trained(
     maps = replace(stored, origin=_origin(run, loaded, source) | {"figure": figure.number, "rounding": error})
     path = maps.save((folder or FOLDER) / f"{figure.maps_name}.safetensors")
     structure = Structure.of(maps.maps[0])
-    faults = structure.deviations(figure)
+    constant = f"; constant from distance {structure.constant_from} on" if structure.constant_from < length - 1 else ""
     return "\n".join(
         [
             f"{path.name} ({path.stat().st_size:,} bytes): {figure.label}, {maps.quantity}. {origin_line(maps.origin)}",
-            f"  {structure.sentence()}; constant from distance {structure.constant_from} on; stored to "
-            f"{error:.1e} of a head's range.",
-            *(f"  Not as in Figure {figure.number}: {fault}." for fault in faults),
+            f"  {structure.sentence()}{constant}; stored to {error:.1e} of a head's range.",
+            *(f"  Not as in Figure {figure.number}: {fault}." for fault in structure.deviations(figure)),
         ]
     )
 
