@@ -199,10 +199,11 @@ def test_the_gallery_states_numbers_of_the_maps(written, tmp_path, monkeypatch):
     for link in re.findall(r"\]\(([^)]+)\)", text):
         assert (tmp_path / link).is_file(), link
     assert text.count("![") == 8
-    assert (
-        "Least values \N{MINUS SIGN}4.4 to \N{MINUS SIGN}0.11, greatest 0 over the heads; context 0 in every head"
-        in text
-    )
+    # ALiBi of three heads at a distance of 28: 28 times 2 ** (-8/3), 2 ** (-16/3) and 2 ** -8.
+    minus = "\N{MINUS SIGN}"
+    assert f"| alibi | {minus}4.4 to 0 | {minus}0.69 to 0 | {minus}0.11 to 0 |" in text
+    sentence = f"Least values {minus}4.4 to {minus}0.11, greatest 0 over the heads; context 0 in every head"
+    assert sentence in text.replace("\n", " ")
     page = json.loads(re.search(r'id="data">(.*?)</script>', (tmp_path / "gallery/page.html").read_text(), re.S)[1])
     assert [model["encoding"] for model in page["models"]] == [figure.label for figure in FIGURES]
     monkeypatch.setattr("lengthwise.show.trained.FOLDER", tmp_path / "nothing")

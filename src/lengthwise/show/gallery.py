@@ -3,7 +3,8 @@
 Every number of the text is computed from the maps; what there are no maps of is named, and not drawn.
 """
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from lengthwise.runs import Run
 from lengthwise.show.paper import draw
 from lengthwise.show.paper_figures import FIGURES, PaperFigure
 from lengthwise.show.steps import layer_snapshots
-from lengthwise.show.structure import Structure
+from lengthwise.show.structure import Structure, number
 from lengthwise.show.trained import load_trained, origin_line
 from lengthwise.views import PositionMaps
 from lengthwise.views.described_scores import ContentScores, NetworkBias
@@ -47,10 +48,12 @@ def write_gallery(docs: Path, runs: Sequence[str] = ()) -> str:
     if not trained:
         raise FileNotFoundError("a gallery must have trained maps, got none; write them with docs/trained_maps.py")
     folder = docs / "gallery"
+    structures = {figure: Structure.of(maps.maps[0]) for figure, maps in trained.items()}
     sections = [INTRODUCTION]
     for figure, maps in trained.items():
         _write_picture(draw(figure, maps), folder / f"{figure.name}.png")
-        sections.append(section(figure, maps))
+        sections.append(section(figure, maps, structures[figure]))
+    sections.append(head_table(structures))
     missing = [figure.label for figure in FIGURES if figure not in trained]
     if missing:
         sections.append(f"There are no trained maps yet of {', '.join(missing)}.\n")
@@ -67,18 +70,35 @@ def write_gallery(docs: Path, runs: Sequence[str] = ()) -> str:
     return f"Wrote {text.name}, {len(trained) + len(moved)} pictures and {page.name}: {sizes:,} bytes."
 
 
-def section(figure: PaperFigure, maps: PositionMaps) -> str:
+def section(figure: PaperFigure, maps: PositionMaps, structure: Structure) -> str:
     """One figure: its picture, and its numbers in a sentence."""
-    structure = Structure.of(maps.maps[0])
     constant = "" if figure.constant_from is None else f"; constant from distance {structure.constant_from} on"
     printed = f" In the paper: {figure.printed}." if figure.printed else ""
     faults = "".join(f" Not as in the paper: {fault}." for fault in structure.deviations(figure))
-    return (
-        f"## Figure {figure.number}: {figure.label}\n\n"
-        f"![The {maps.quantity} of {figure.label}](gallery/{figure.name}.png)\n\n"
-        f"{figure.caption} {structure.sentence()}{constant}.{printed}{faults} {origin_line(maps.origin)} "
-        f"Licence of the text: {maps.origin['licence']}.\n"
+    text = (
+        f"{figure.caption} {structure.sentence()}{constant}.{printed}{faults} {origin_line(maps.origin)} Licence of "
+        f"the text: {maps.origin['licence']}."
     )
+    picture = f"![The {maps.quantity} of {figure.label}](gallery/{figure.name}.png)"
+    return f"## Figure {figure.number}: {figure.label}\n\n{picture}\n\n{textwrap.fill(text, 120)}\n"
+
+
+def head_table(structures: Mapping[PaperFigure, Structure]) -> str:
+    """The range of every head, and how far it follows the tokens."""
+    heads = max(len(structure.least) for structure in structures.values())
+    lines = [
+        "## Every head\n",
+        "Least and greatest value of each head; below them its context, where the tokens matter.\n",
+        f"| | {' | '.join(f'Head {head + 1}' for head in range(heads))} |",
+        "|---" * (heads + 1) + "|",
+    ]
+    for figure, structure in structures.items():
+        cells = []
+        for low, high, context in zip(structure.least, structure.greatest, structure.context, strict=True):
+            follows = f"<br>{number(context)}" if figure.follows == "tokens" else ""
+            cells.append(f"{number(low)} to {number(high)}{follows}")
+        lines.append(f"| {figure.label} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def write_page(models: Sequence[PositionMaps], path: Path) -> Path:

@@ -46,7 +46,7 @@ class Structure:
     def seen(self, numbers: Sequence[float]) -> list[bool]:
         """Whether numbers of each head are more than one colour of its picture."""
         ranges = [high - low for low, high in zip(self.least, self.greatest, strict=True)]
-        return [number > width / COLOURS for number, width in zip(numbers, ranges, strict=True)]
+        return [x > width / COLOURS for x, width in zip(numbers, ranges, strict=True)]
 
     def deviations(self, figure: PaperFigure) -> list[str]:
         """Where it is not what the paper's figure shows, in words; none if all is as it should be."""
@@ -78,10 +78,10 @@ def _span(numbers: Sequence[float]) -> str:
     >>> _span([-1.0, -2.5]), _span([0.0, 0.0]), _span([-1703.2])
     ('−2.5 to −1', '0', '−1,703')
     """
-    low, high = (_number(x) for x in (min(numbers), max(numbers)))
+    low, high = (number(x) for x in (min(numbers), max(numbers)))
     return low if low == high else f"{low} to {high}"
 
 
-def _number(x: float) -> str:
+def number(x: float) -> str:
     """Two digits or more, all of those before the point."""
     return f"{x:,.0f}".replace("-", "\N{MINUS SIGN}") if abs(x) >= 100 else format_number(x)
