@@ -10,6 +10,7 @@ from torch.utils import _pytree
 import lengthwise as lw
 from lengthwise.bias import KINDS, rebuild, running_sums, two_float_sums, two_floats
 from lengthwise.bias import registered_name as name_of
+from lengthwise.views.described_scores import ContentScores, NetworkBias
 
 BATCH, HEADS, QUERIES, KEYS, DIM, HIDDEN = 2, 3, 5, 9, 4, 7
 EPS = torch.finfo(torch.float32).eps
@@ -169,6 +170,9 @@ def described_things() -> dict[str, lw.Bias | lw.Rescore]:
     high, low = two_floats(levels.key_level)
     distance = lw.DistanceBias(torch.randn(3, 6, generator=g), query, key, first=-2)
     curve = lw.DistanceBias(torch.arange(6.0)[None], query, key)
+    content = ContentScores(
+        torch.randn(2, 3, QUERIES, DIM, generator=g), torch.randn(2, 3, KEYS, DIM, generator=g), scale=0.5
+    )
     return {
         "DistanceBias": distance,
         "LevelBias": levels,
@@ -184,6 +188,8 @@ def described_things() -> dict[str, lw.Bias | lw.Rescore]:
         "FunctionBias": lw.FunctionBias(product, (torch.randn(2, 3, QUERIES), torch.randn(2, 3, KEYS))),
         "DenseBias": lw.DenseBias(torch.randn(1, 3, QUERIES, KEYS, generator=g)),
         "SumBias": lw.SumBias((distance, lw.SumBias((levels, lazy)))),
+        "ContentScores": content,
+        "NetworkBias": NetworkBias(content, head_network(3, torch.float32), levels),
         "HeadNetwork": head_network(3, torch.float32),
         "ContextualPositions": lw.ContextualPositions(torch.randn(DIM, 5, generator=g)),
         "ScoreFunction": lw.ScoreFunction(blend, (torch.tensor([0.5]), torch.arange(QUERIES) / 7)),

@@ -19,9 +19,10 @@ from lengthwise.train import train
 
 
 @pytest.fixture
-def little(monkeypatch):
-    """GPT-2 Small in small: the commands are the same."""
+def little(monkeypatch, tmp_path):
+    """GPT-2 Small in small, and a package without trained maps: the commands are the same."""
     monkeypatch.setitem(PRESETS, "small", {"n_layer": 2, "n_head": 2, "n_embd": 16})
+    monkeypatch.setattr("lengthwise.show.trained.FOLDER", tmp_path / "no trained maps")
 
 
 @pytest.fixture
@@ -152,6 +153,15 @@ def remote_code(folder):
         (["none", "--quantity", "bias"], "adds no"),
         (["mine", "--paper", "--out", "empty/config.txt"], "--out must be a folder"),
         (["--paper", "--length", "99"], "figures decide length"),
+        (["--paper", "--detail", "1.1"], "figures decide detail"),
+        (["--paper", "--seed", "3"], "--seed must be with runs or --initial"),
+        (["--paper", "--by-step"], "--by-step must be without --paper"),
+        (["--paper", "--style", "plain"], "style"),
+        (["mine", "--initial"], "--initial must be with --paper"),
+        (["mine", "--by-step"], "--by-step must be of one run of `lengthwise train`, got mine"),
+        (["mine", "alibi", "--style", "paper"], "--style paper must be of one model and one layer"),
+        (["mine", "--layer", "all", "--style", "paper"], "--style paper must be of one model and one layer"),
+        (["mine", "--style", "paper", "--out", "a.html"], "--style must be left out for a page"),
         (["mine", "--paper"], "one of their encodings, .* got mine with 'fox'"),
     ],
 )

@@ -10,8 +10,10 @@ from model_kit import loud_model, tokens
 from PIL import Image
 from safetensors.torch import save_file
 
+import lengthwise as lw
 from lengthwise.bias import DistanceBias, LevelBias
 from lengthwise.inspect import load_maps, position_maps, position_views
+from lengthwise.inspect.summarize import bias_map
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 from lengthwise.views import LayerMap, PositionMaps, Profile
 from lengthwise.views.figures import compare
@@ -64,6 +66,43 @@ def test_the_grid_is_the_papers():
     assert not any("-" in label for label in labels)
 
 
+def test_figure_12_has_the_ranges_and_the_ticks_that_the_paper_prints():
+    alibi = lw.make("alibi", heads=12, width=768)
+    one = bias_map(alibi.bias(torch.zeros(1, 512, 768), lw.layout(512)), 11, causal=True)
+    maps = PositionMaps(model="GPT-2 Small", encoding="alibi", quantity="bias", maps=(one,))
+    figure = maps.paper_figure(caption="Figure 12. " + "Words of a caption. " * 20)
+    figure.canvas.draw()
+    shown, bars = panels(figure), [axes for axes in figure.axes if not axes.get_title()]
+    assert [axes.get_title() for axes in shown] == [f"Head {n}" for n in range(1, 13)]
+    assert len({round(axes.get_position().x0, 6) for axes in shown}) == 3
+    assert len({round(axes.get_position().y0, 6) for axes in shown}) == 4
+    least = [-321.9, -202.8, -127.8, -80.5, -50.7, -31.9, -20.1, -12.7, -8.0, -5.0, -3.2, -2.0]
+    steps = [50, 25, 20, 10, 10, 5, 2.5, 2, 1, 1, 0.5, 0.25]
+    for axes, bar, low, step in zip(shown, bars, least, steps, strict=True):
+        assert axes.get_xticks().tolist() == axes.get_yticks().tolist() == [0, 100, 200, 300, 400, 500]
+        assert (round(bar.get_ylim()[0], 1), bar.get_ylim()[1]) == (low, 0)
+        ticks = [tick for tick in bar.get_yticks() if low - 0.05 <= tick <= 0]
+        assert ticks == pytest.approx([-step * n for n in reversed(range(len(ticks)))])
+        assert low - 0.05 > ticks[0] - step, "the least tick is within a step of the end"
+        assert not axes.texts
+        assert not axes.get_xlabel()
+        assert not axes.get_ylabel()
+    lowest = min(axes.get_position().y0 for axes in shown)
+    assert len(figure.texts) > 2
+    for text in figure.texts:
+        (left, bottom), (right, top) = text.get_window_extent().transformed(figure.transFigure.inverted()).get_points()
+        assert 0 < left < right < 1
+        assert 0 < bottom < top < lowest
+
+
+def test_the_papers_colours_end_at_the_least_and_the_greatest():
+    values = numpy.array([-1.5, 1.0])
+    assert (colour_scale(values, about_zero=False).norm.vmin, colour_scale(values, about_zero=False).norm.vmax) == (
+        -1.5,
+        1.0,
+    )
+
+
 def test_one_range_may_be_shared_and_heads_chosen():
     figure = alibi_maps().figure(heads=[2, 11], shared=True)
     assert [axes.get_title() for axes in panels(figure)] == ["Head 3", "Head 12"]
@@ -103,6 +142,8 @@ def test_a_picture_in_few_colours_is_smaller_and_looks_the_same():
     first, second = (numpy.asarray(Image.open(io.BytesIO(one)).convert("RGB"), dtype=int) for one in (whole, small))
     # 256 colours of a map that has about as many: a step of viridis is 1/256 of the way from violet to yellow.
     assert abs(first - second).mean() < 2
+    # No band in a colour bar: white, grey and black letters are among the 256, so that not every colour has its own.
+    assert abs(first - second).max() <= 8
 
 
 def test_a_picture_is_overwritten_only_by_force_and_only_in_a_format_that_can_be_written(tmp_path):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".json", ".typed", ".safetensors")
 
 
 def run(*command: str | Path, **options: object) -> str:
@@ -41,7 +42,7 @@ def test_both_distributions_have_every_file_that_the_package_needs(dist):
     needed = {
         path.relative_to(package).as_posix()
         for path in (package / "lengthwise").rglob("*")
-        if path.is_file() and path.suffix in (".py", ".cpp", ".h", ".js", ".css", ".html", ".json", ".typed")
+        if path.is_file() and path.suffix in SUFFIXES
     }
     in_wheel = set(zipfile.ZipFile(wheel).namelist())
     assert needed <= in_wheel, sorted(needed - in_wheel)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 from lengthwise import __version__
 from lengthwise.errors import UserError
@@ -129,7 +129,16 @@ def show_parser() -> OptionParser:
     parser.add_argument(
         "--out", help="the picture (.png, .svg, .pdf), the interactive page (.html), or with --paper a folder"
     )
-    parser.add_argument("--paper", action="store_true", help="figures 8 to 15 of the CABLE paper, of runs if given")
+    parser.add_argument(
+        "--paper", action="store_true", help="figures 8 to 15 of the CABLE paper, trained; of runs if given"
+    )
+    parser.add_argument("--initial", action="store_true", help="with --paper: at their initial parameters")
+    parser.add_argument("--by-step", action="store_true", help="how a run's heads moved, from its snapshots")
+    parser.add_argument(
+        "--style",
+        type=Literal["paper", "annotated"] | None,
+        help="as the CABLE paper prints figures, the default of --paper, or with numbers in the panels",
+    )
     parser.add_argument(
         "--layer", type=str, help="from 1 on, such as 3 or 1-4; 'last' or 'all'; a picture has the last, a page all"
     )
@@ -149,18 +158,26 @@ def show_parser() -> OptionParser:
 
 def show(**options: Any) -> str:
     """A picture, a page, or all of the paper's figures."""
-    names, paper, detail = (options.pop(name) for name in ("what_to_show", "paper", "detail"))
+    names, paper, by_step = (options.pop(name) for name in ("what_to_show", "paper", "by_step"))
+    if paper and by_step:
+        raise ValueError("--by-step must be without --paper: it draws one run")
     if paper:
-        for name in ("layer", "heads", "quantity", "part", "length", "text"):
+        for name in ("layer", "heads", "quantity", "part", "length", "text", "detail"):
             if (value := options.pop(name)) is not None:
                 raise ValueError(f"the paper's figures decide {name} themselves, got --{name} {value}; leave it out")
-        from lengthwise.show.paper_figures import show_paper
+        from lengthwise.show.paper import show_paper
 
         return show_paper(names, **options)
+    if options.pop("initial"):
+        raise ValueError("--initial must be with --paper; an encoding by its name is drawn so anyway")
     from lengthwise.show.options import ShowOptions
 
     out, force = options.pop("out"), options.pop("force")
-    chosen = ShowOptions(detail=detail, **options)
+    chosen = ShowOptions(**options)
+    if by_step:
+        from lengthwise.show.steps import show_steps
+
+        return show_steps(names, chosen, out=out, force=force)
     if (out or "").lower().endswith(".html"):
         from lengthwise.show.page import show_page
 

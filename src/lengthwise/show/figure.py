@@ -5,7 +5,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from lengthwise.show.options import ShowOptions, check_names, compute_views, parse_numbers
+from lengthwise.show.options import ShowOptions, Style, check_names, compute_views, parse_numbers
 from lengthwise.views import PositionMaps
 from lengthwise.views.figures import compare
 from lengthwise.views.style import checked_path, save_picture
@@ -22,7 +22,7 @@ def show_figure(
     path = checked_path(out or f"{'-'.join(Path(name).name for name in names)}.png", force=force)
     heads = None if options.heads is None else parse_numbers("heads", options.heads)
     shown = [model_maps(name, options) for name in names]
-    save_picture(_draw([maps for maps, _ in shown], heads), path, force=force)
+    save_picture(_draw([maps for maps, _ in shown], heads, options.style), path, force=force)
     return "\n".join([*(line for _, line in shown), f"Wrote {path}."])
 
 
@@ -37,10 +37,15 @@ def model_maps(name: str, options: ShowOptions) -> tuple[PositionMaps, str]:
     return maps, f"{maps.title}{note}, {sample.ids.shape[1]} tokens of {sample.description}."
 
 
-def _draw(models: list[PositionMaps], heads: list[int] | None) -> Figure:
-    if len(models) > 1:
+def _draw(models: list[PositionMaps], heads: list[int] | None, style: Style | None) -> Figure:
+    (maps, *others) = models
+    single = not others and maps.quantity != "profile" and len(maps.layers) == 1
+    if style == "paper" and not single:
+        raise ValueError("--style paper must be of one model and one layer, and not of a profile")
+    if others:
         return compare(models, heads=heads)
-    (maps,) = models
     if maps.quantity == "profile":
         return maps.curves(heads=heads)
-    return maps.figure(heads=heads) if len(maps.layers) == 1 else maps.overview()
+    if not single:
+        return maps.overview()
+    return maps.paper_figure(heads=heads) if style == "paper" else maps.figure(heads=heads)

@@ -13,6 +13,9 @@ from lengthwise.views import PositionMaps, Quantity
 Layers = list[int] | Literal["all"]
 """Layers counted from 0, or from -1 backwards."""
 
+Style = Literal["paper", "annotated"]
+"""How the CABLE paper prints a figure, or with two numbers in every panel."""
+
 SEQUENCES = 3
 """The one that is drawn, and two more to measure how far it depends on its tokens."""
 
@@ -33,6 +36,8 @@ class ShowOptions:
     """In tokens; 512 by default, if the model takes so many."""
     text: str | None = None
     """What the model reads; sampled from held-out text by default."""
+    style: Style | None = None
+    """"annotated" by default."""
     detail: str | None = None
     """Heads of which a page has every cell, as LAYER.HEAD."""
     seed: int = 0

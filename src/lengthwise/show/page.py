@@ -1,8 +1,6 @@
 """`lengthwise show --out heads.html`: from names to the interactive page, with a run's snapshots where it has them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
 
 from torch import Tensor
 
@@ -10,7 +8,8 @@ from lengthwise.inspect.scores import PER_PAIR, LazyScores
 from lengthwise.loading import LoadedModel
 from lengthwise.runs import Run
 from lengthwise.show.options import Layers, ShowOptions, check_names, compute_views, layer_count, parse_heads
-from lengthwise.views import PositionMaps, Quantity, load_maps
+from lengthwise.show.steps import run_snapshots
+from lengthwise.views import PositionMaps, Quantity
 from lengthwise.views.page import Page, Snapshot, checked_page
 
 TILES = 5 * 2**19
@@ -26,6 +25,8 @@ def show_page(names: Sequence[str], options: ShowOptions | None = None, *, out: 
     check_names(names)
     if options.heads is not None:
         raise ValueError(f"--heads must be left out for a page, which has all heads, got {options.heads!r}")
+    if options.style is not None:
+        raise ValueError(f"--style must be left out for a page, which has one of its own, got {options.style!r}")
     path = checked_page(out, force=force)
     models, lines = [], []
     for name in names:
@@ -66,14 +67,8 @@ def model_snapshots(name: str, options: ShowOptions) -> tuple[list[Snapshot], st
 
 def training_snapshots(name: str) -> list[Snapshot]:
     """The maps that a run saved while it trained."""
-    if not Run.is_run(name):
-        return []
-    run = Run(name)
-    snapshots = []
-    for path in run.maps:
-        maps = replace(load_maps(path), model=run.name)
-        snapshots.append(Snapshot({maps.quantity: maps}, int(Path(path).stem.removeprefix("step-"))))
-    return snapshots
+    snapshots = run_snapshots(Run(name)) if Run.is_run(name) else {}
+    return [Snapshot({maps.quantity: maps}, step) for step, maps in snapshots.items()]
 
 
 def _check_detail(heads: list[tuple[int, int]], loaded: LoadedModel, layers: Layers, part: str | None) -> None:

@@ -1,23 +1,19 @@
-"""Figures 8 to 15 of the CABLE paper (Veisi et al. 2025, arXiv 2503.08067), all of them from one command.
+"""Figures 8 to 15 of the CABLE paper (Veisi et al. 2025, arXiv 2503.08067): what each of them is of.
 
 Every figure is the final layer of a GPT-2 Small with 12 heads on one randomly sampled sequence of 512 tokens.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from lengthwise.files import write_atomic
-from lengthwise.inspect import position_maps
-from lengthwise.loading import INITIAL_LENGTH, LoadedModel, TokenSample, initial_model, load_model, sample_tokens
 from lengthwise.model import LengthwiseConfig
-from lengthwise.show.options import SEQUENCES
 from lengthwise.views import Quantity
-from lengthwise.views.style import checked_path, save_picture
+
+Follows = Literal["distance", "tokens"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PaperFigure:
     """One figure: its encoding, what is drawn, and what a reader should see once it is trained."""
 
@@ -26,12 +22,27 @@ class PaperFigure:
     caption: str
     options: Mapping[str, Any] = field(default_factory=dict)
     quantity: Quantity = "bias"
+    follows: Follows = "distance"
+    """What decides a value: the distance alone, or the tokens too."""
+    printed: str = ""
+    """The range that the paper's figure has, where it can be read off."""
+    constant_from: int | None = None
+    """The distance from which on the bias is constant, where it has one."""
+
+    @property
+    def label(self) -> str:
+        """The encoding in words."""
+        return f"{self.encoding} over {self.options['over']}" if "over" in self.options else self.encoding
+
+    @property
+    def maps_name(self) -> str:
+        """The file name of its trained maps without the suffix."""
+        return self.label.replace(" over ", "-")
 
     @property
     def name(self) -> str:
-        """The file name without its suffix."""
-        over = f"-{self.options['over']}" if "over" in self.options else ""
-        return f"figure-{self.number:02}-{self.encoding}{over}"
+        """The file name of the figure without the suffix."""
+        return f"figure-{self.number:02}-{self.maps_name}"
 
     def is_of(self, config: object) -> bool:
         """Whether a model's encoding is this figure's."""
@@ -42,74 +53,65 @@ class PaperFigure:
 
 
 FIGURES = (
-    PaperFigure(8, "cable", "CABLE's bias follows the tokens: rows differ with what they have read."),
+    PaperFigure(8, "cable", "CABLE's bias follows the tokens: rows differ with what they have read.", follows="tokens"),
     PaperFigure(
         9,
         "dapev2",
         "DAPEv2 over CABLE: what it adds to the content in all, which follows the tokens.",
         {"over": "cable"},
+        follows="tokens",
     ),
-    PaperFigure(10, "kerple", "Kerple's logarithm of the distance: uniform along diagonals, 0 on the main one."),
+    PaperFigure(
+        10,
+        "kerple",
+        "Kerple's logarithm of the distance: uniform along diagonals, 0 on the main one.",
+        printed="least values of about \N{MINUS SIGN}8.5 to \N{MINUS SIGN}1.7",
+    ),
     PaperFigure(
         11,
         "dapev2",
         "DAPEv2 over Kerple: what it adds in all; the correction makes a bias of distance follow the tokens.",
         {"over": "kerple"},
+        follows="tokens",
     ),
-    PaperFigure(12, "alibi", "ALiBi: a straight line in the distance, steepest in the first head; nothing is learned."),
-    PaperFigure(13, "fire", "FIRE: a small network of the relative distance, uniform along diagonals up to its L."),
-    PaperFigure(14, "t5-clamped", "T5's bias: a learned number for each distance, constant beyond the last."),
+    PaperFigure(
+        12,
+        "alibi",
+        "ALiBi: a straight line in the distance, steepest in the first head; nothing is learned.",
+        printed="least values of \N{MINUS SIGN}321.9 to \N{MINUS SIGN}2.0",
+    ),
+    PaperFigure(
+        13,
+        "fire",
+        "FIRE: a small network of the relative distance, uniform along diagonals up to its L.",
+        printed="all values negative, about \N{MINUS SIGN}7 to \N{MINUS SIGN}2.2",
+    ),
+    PaperFigure(
+        14,
+        "t5-clamped",
+        "T5's bias: a learned number for each distance, constant beyond the last.",
+        printed="values of about \N{MINUS SIGN}1.5 to 1",
+        constant_from=256,
+    ),
     PaperFigure(
         15,
         "rope",
         "RoPE adds no bias, so these are the scores themselves, which follow the content.",
         {"layout": "interleaved"},
         "scores",
+        follows="tokens",
+        printed="values of about \N{MINUS SIGN}15 to 15",
     ),
 )
 
 
-def show_paper(
-    names: Iterable[str] = (),
-    *,
-    out: str | None = None,
-    seed: int = 0,
-    force: bool = False,
-    trust_remote_code: bool = False,
-) -> str:
-    """Draw all figures into a folder, of trained models where they are given; returns what each one is of."""
-    folder = Path(out or "paper-figures")
-    if folder.is_file():
-        raise NotADirectoryError(f"--out must be a folder for the figures, got the file {folder}")
+def figure_of(name: str, config: object) -> PaperFigure:
+    """The figure of a model's encoding, or an error that names those that there are."""
     for figure in FIGURES:
-        checked_path(folder / f"{figure.name}.png", force=force)
-    trained = [load_model(name, seed=seed, trust_remote_code=trust_remote_code) for name in names]
-    for loaded in trained:
-        if not any(figure.is_of(loaded.model.config) for figure in FIGURES):
-            encoding = getattr(loaded.model.config, "encoding", "another model")
-            known = ", ".join(dict.fromkeys(figure.encoding for figure in FIGURES))
-            raise ValueError(
-                f"a model for the paper's figures must have one of their encodings, {known}, got {loaded.name} with "
-                f"{encoding!r}"
-            )
-    lines = ["# The figures of the CABLE paper, drawn anew", ""]
-    samples: dict[tuple[str, str, str], TokenSample] = {}  # models that read alike read the same
-    for figure in FIGURES:
-        loaded = next((loaded for loaded in trained if figure.is_of(loaded.model.config)), None) or initial_model(
-            figure.encoding, figure.options, seed=seed
-        )
-        text = (loaded.vocabulary, loaded.source, loaded.split)
-        if text not in samples:
-            samples[text] = sample_tokens(loaded, length=INITIAL_LENGTH, seed=seed, count=SEQUENCES)
-        lines.append(_draw(figure, loaded, samples[text], folder, force=force))
-    write_atomic(folder / "README.md", "\n".join(lines) + "\n")
-    return "\n".join([*lines[2:], f"Wrote {len(FIGURES)} figures and README.md to {folder}."])
-
-
-def _draw(figure: PaperFigure, loaded: LoadedModel, sample: TokenSample, folder: Path, *, force: bool) -> str:
-    maps = position_maps(loaded.model, sample.ids, quantity=figure.quantity, shown="first", tokens=sample.tokens)
-    name = figure.encoding if "over" not in figure.options else f"{figure.encoding} over {figure.options['over']}"
-    maps = replace(maps, model=loaded.name, encoding=name)
-    path = save_picture(maps.figure(), folder / f"{figure.name}.png", force=force)
-    state = f"trained: {loaded.name}" if loaded.trained else "not trained: at its initial parameters"
-    return f"- Figure {figure.number}, [{path.name}]({path.name}) ({state}). {figure.caption}"
+        if figure.is_of(config):
+            return figure
+    known = ", ".join(dict.fromkeys(figure.encoding for figure in FIGURES))
+    raise ValueError(
+        f"a model for the paper's figures must have one of their encodings, {known}, got {name} with "
+        f"{getattr(config, 'encoding', 'another model')!r}"
+    )

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from lengthwise.views.figures import distance_plot, grid, overview
 from lengthwise.views.maps import QUANTITIES, LayerMap, LayerMaps, Profile, Quantity, read_maps, save_maps
 from lengthwise.views.page import Page, Snapshot
+from lengthwise.views.paper_grid import paper_grid
 from lengthwise.views.style import png
 from lengthwise.views.tiles import Tiles
 
@@ -20,6 +21,12 @@ class PositionMaps(LayerMaps):
     def figure(self, layer: int | None = None, *, heads: Sequence[int] | None = None, shared: bool = False) -> Figure:
         """A panel per head of one layer, the last if none is named; `shared` gives all one range of colours."""
         return grid(self.only(layer), heads=heads, shared=shared)
+
+    def paper_figure(
+        self, layer: int | None = None, *, heads: Sequence[int] | None = None, caption: str | None = None
+    ) -> Figure:
+        """The same as the CABLE paper prints it: three panels a row, nothing in them, a caption below."""
+        return paper_grid(self.only(layer), heads=heads, caption=caption)
 
     def overview(self) -> Figure:
         """Every head of every layer in small: a row per layer, a column per head."""

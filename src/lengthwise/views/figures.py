@@ -14,7 +14,7 @@ from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, ScalarFormatter
+from matplotlib.ticker import Locator, MaxNLocator, ScalarFormatter
 from torch import Tensor
 
 from lengthwise.views.maps import LayerMap, LayerMaps
@@ -107,7 +107,14 @@ def overview(maps: LayerMaps) -> Figure:
     return figure
 
 
-def panel(axes: Axes, layer_map: LayerMap, image: np.ndarray, scale: ColourScale, bar: Axes | None) -> None:
+def panel(
+    axes: Axes,
+    layer_map: LayerMap,
+    image: np.ndarray,
+    scale: ColourScale,
+    bar: Axes | None,
+    bar_ticks: Locator | None = None,
+) -> None:
     """One head: pixels, ticks and colour bar."""
     queries, keys = layer_map.queries, layer_map.keys
     pool = max(1, -(-max(queries, keys) // max(image.shape)))
@@ -135,7 +142,7 @@ def panel(axes: Axes, layer_map: LayerMap, image: np.ndarray, scale: ColourScale
         colorbar = axes.figure.colorbar(pixels, cax=bar)
         colorbar.outline.set_linewidth(0.4)
         if not isinstance(scale.norm, LogNorm):
-            colorbar.locator, colorbar.formatter = MaxNLocator(6), ScalarFormatter()
+            colorbar.locator, colorbar.formatter = bar_ticks or MaxNLocator(6), ScalarFormatter()
             colorbar.formatter.set_powerlimits((-2, 4))
             colorbar.update_ticks()
         colorbar.ax.tick_params(labelsize=SMALL, length=1.5, width=0.4, pad=1)

@@ -11,7 +11,7 @@ These are the data. `lengthwise.views.PositionMaps` is the same with its figures
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -24,11 +24,14 @@ from torch import Tensor
 
 from lengthwise.bias import Bias, rebuild
 from lengthwise.files import replacing
+from lengthwise.views.described_scores import ContentScores, NetworkBias
 from lengthwise.views.tiles import Tiles, order, tiles_of
 
 Quantity = Literal["bias", "content", "scores", "weights", "profile"]
 QUANTITIES: tuple[Quantity, ...] = ("bias", "content", "scores", "weights", "profile")
 """What there is to see: the additive term, the scores without it, with it, after the softmax; and by distance alone."""
+STORED = (ContentScores, NetworkBias)
+"""Kinds that a file can hold beside those of `lengthwise.bias`: importing them makes them known by name."""
 FORM = "lengthwise position maps 3"
 """The first entry of the header; a change of the format changes the number."""
 
@@ -115,6 +118,8 @@ class LayerMaps:
     """Whether the map is that of the first sequence or the mean over all."""
     tokens: tuple[str, ...] | None = None
     """The tokens of the first sequence, as text."""
+    origin: Mapping[str, str | int | float] = field(default_factory=dict)
+    """How the model was trained, where the maps outlive it: see `lengthwise.show.trained`."""
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -188,7 +193,7 @@ def save_maps(maps: LayerMaps, path: str | Path) -> Path:
         save_file(
             {name: _copy(tensor) for name, tensor in tensors.items()},
             partial,
-            {"form": FORM, "about": json.dumps(about), "layers": json.dumps(layers)},
+            {"form": FORM, "about": json.dumps(about), "layers": json.dumps(layers), "origin": json.dumps(maps.origin)},
         )
     return path
 
@@ -206,7 +211,7 @@ def read_maps(path: str | Path) -> dict[str, Any]:
     about = json.loads(header["about"])
     about["tokens"] = None if about["tokens"] is None else tuple(about["tokens"])
     layers = [_unpack(stored, f"{index}.", tensors) for index, stored in enumerate(json.loads(header["layers"]))]
-    return {**about, "maps": tuple(layers)}
+    return {**about, "maps": tuple(layers), "origin": json.loads(header.get("origin", "{}"))}
 
 
 def _pack(layer_map: LayerMap, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:

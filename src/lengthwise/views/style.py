@@ -47,18 +47,19 @@ class ColourScale:
         return painted
 
 
-def colour_scale(values: np.ndarray, *, log: bool = False) -> ColourScale:
+def colour_scale(values: np.ndarray, *, log: bool = False, about_zero: bool = True) -> ColourScale:
     """One colour from end to end; two about 0 where at least a tenth of the range lies on either side of it.
 
-    `log` is for weights, which are above 0 and of every size: their logarithm, from a 10,000th of the greatest. The
-    page has the same rules in colours.js.
+    `about_zero` is False where the bar must end at the least and the greatest, as the paper's do. `log` is for weights,
+    which are above 0 and of every size: their logarithm, from a 10,000th of the greatest. The page has the same rules
+    in colours.js.
     """
     finite = values[np.isfinite(values)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
     if log and high > 0:
         low = min(max(low, high / 10_000), high / 10)
         return ColourScale(matplotlib.colormaps["viridis"], LogNorm(low, high, clip=True))
-    if low < 0 < high and min(-low, high) >= (high - low) / 10:
+    if about_zero and low < 0 < high and min(-low, high) >= (high - low) / 10:
         end = max(-low, high)
         return ColourScale(matplotlib.colormaps["RdBu_r"], Normalize(-end, end), "0.88")
     if low == high:
@@ -135,12 +136,13 @@ def png(figure: Figure) -> bytes:
 
 
 def in_few_colours(content: bytes) -> bytes:
-    """A PNG in 256 colours: visually identical, and less than half the bytes."""
+    """A PNG in 256 colours, each off by a few parts in 255 at most, and less than half the bytes."""
     from PIL import Image  # matplotlib needs it too
 
     buffer = io.BytesIO()
     with Image.open(io.BytesIO(content)) as picture:
-        picture.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(buffer, "PNG", optimize=True)
+        few = picture.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        few.save(buffer, "PNG", optimize=True)
     return min(content, buffer.getvalue(), key=len)
 
 

@@ -1,0 +1,39 @@
+"""Write the trained maps of the package from finished runs; `docs/gallery.py` then draws the gallery of them.
+
+python docs/trained_maps.py --text "English Wikipedia of 2006" --licence "CC BY-SA 3.0" runs/kerple runs/cable ...
+"""
+
+import argparse
+import subprocess
+from pathlib import Path
+
+from lengthwise.show.trained import Source, check_sizes, write_trained
+
+
+def head_commit() -> str:
+    """The commit of the working tree, with a + where its sources have changed since."""
+    root = Path(__file__).parents[1]
+    questions = (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "src/lengthwise/*.py"])
+    commit, changes = (
+        subprocess.run(["git", *words], capture_output=True, text=True, cwd=root, check=True).stdout.strip()
+        for words in questions
+    )
+    return commit + "+" * bool(changes)
+
+
+def main() -> None:
+    """Write one file a run, and say what is in it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="finished runs of the paper's encodings")
+    parser.add_argument("--text", required=True, help="the text that they read, in words")
+    parser.add_argument("--licence", required=True, help="the licence of that text")
+    parser.add_argument("--commit", help="of the code that trained them; that of this working tree by default")
+    options = parser.parse_args()
+    source = Source(options.text, options.licence, options.commit or head_commit())
+    for run in options.runs:
+        print(write_trained(run, source), flush=True)
+    print(check_sizes())
+
+
+if __name__ == "__main__":
+    main()
