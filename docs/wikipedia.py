@@ -3,7 +3,7 @@
     python docs/wikipedia.py wikipedia.jsonl
 
 The archive of x-transformers 2.9.2 carries enwik8, the first 100 million bytes of a dump of 2006 (GFDL, now also CC
-BY-SA). Markup is taken off, case and punctuation stay. The text is for use here, not for redistribution with the project.
+BY-SA). Markup is taken off, case and punctuation stay. The text is not part of the project.
 """
 
 import gzip

@@ -55,7 +55,7 @@ def test_the_final_folder_is_a_normal_checkpoint_with_its_tokenizer(finished):
 
 def test_the_position_maps_are_snapped_as_they_move(finished):
     run = finished[1]
-    assert [path.name for path in run.maps] == [f"step-{step:08d}.safetensors" for step in (12, 24, 36)]
+    assert [path.name for path in run.maps] == [f"step-{step:08d}.safetensors" for step in (0, 12, 24, 36)]
     first, last = (load_maps(run.maps[i]) for i in (0, -1))
     assert list(first.layers) == [0, 1]
     assert first.layer(1).values.shape == (12, 33, 33)
@@ -85,7 +85,7 @@ def test_lines_after_the_last_checkpoint_are_cut_on_resume(tmp_path):
     assert [line["step"] for line in Run(config.out).metrics] == list(range(1, 8)), "half a line is not read"
     train(dataclasses.replace(config, resume=True))
     assert_same_run(Run(config.out), train(small_config(tmp_path, "whole", maps_every=3)))
-    assert len(Run(config.out).maps) == 4
+    assert len(Run(config.out).maps) == 5
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["seconds"] for line in lines] == sorted(line["seconds"] for line in lines)
 

@@ -105,6 +105,8 @@ def run(config: ResolvedTrainConfig, world: World) -> None:
         began = time.monotonic() - seconds
         summed_loss.train()
 
+        if config.maps_every and start == 0:
+            save_map_snapshot(Run(config.out).map_path(0), model, validation.sample(), world)
         for step in range(start + 1, config.steps + 1):
             rate = learning_rate(
                 step,
