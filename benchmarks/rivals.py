@@ -13,9 +13,9 @@ from x_transformers.x_transformers import AlibiPositionalBias, RelativePositionB
 
 import lengthwise as lw
 from lengthwise.attention import AttentionCall, checked_call
+from lengthwise.attention.backend import Refusal
 from lengthwise.attention.flex import plan as flex_plan
 from lengthwise.attention.flex import run as flex_run
-from lengthwise.attention.plan import Refusal
 from lengthwise.encodings.alibi import Alibi
 from lengthwise.encodings.kerple import KerpleLog
 from lengthwise.encodings.t5 import T5

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import lengthwise as lw
 from lengthwise.attention import BACKENDS, checked_call
-from lengthwise.attention.plan import Refusal
+from lengthwise.attention.backend import Refusal
 from lengthwise.bias import two_floats
 
 View = tuple[str, int]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import lengthwise as lw
-from lengthwise.attention import checked_call, choose, memory, sdpa
-from lengthwise.attention.plan import Refusal
+from lengthwise.attention import backend, checked_call, choose, sdpa
+from lengthwise.attention.backend import Refusal
 from lengthwise.testing import TRIED
 
 BATCH, HEADS, KV_HEADS, KEYS, DIM, VALUE = 2, 6, 2, 13, 5, 7
@@ -175,11 +175,11 @@ def test_an_explicit_backend_is_used_or_says_why_not():
 def test_a_length_that_cannot_fit_names_the_bytes_and_the_way_out(monkeypatch):
     q, k, v, bias = inputs()
     call = checked_call(q, k, v, bias=bias)
-    monkeypatch.setattr(memory, "total_bytes", lambda: 4 * BATCH * HEADS * KEYS * KEYS * 4 - 1)
+    monkeypatch.setattr(backend, "total_bytes", lambda: 4 * BATCH * HEADS * KEYS * KEYS * 4 - 1)
     with pytest.raises(NotImplementedError, match=r"13 x 13 scores of 12 heads take 0.0 GB .* row_block never"):
         choose(call, "reference")
     assert choose(call, "sdpa")[0] == "sdpa", "it needs one matrix less"
-    monkeypatch.setattr(memory, "total_bytes", lambda: 0)
+    monkeypatch.setattr(backend, "total_bytes", lambda: 0)
     assert isinstance(sdpa.plan(call), Refusal)
     assert not isinstance(sdpa.plan(checked_call(q, k, v)), Refusal), "without a bias nothing is filled in"
 

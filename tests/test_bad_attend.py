@@ -5,8 +5,8 @@ import torch
 from witness import assert_refuses
 
 import lengthwise as lw
-from lengthwise.attention import BACKENDS, memory
-from lengthwise.attention.plan import Refusal
+from lengthwise.attention import BACKENDS, backend
+from lengthwise.attention.backend import Refusal
 
 Q = torch.randn(2, 7, 5, 4)
 BOOL = torch.ones(2, 5, dtype=torch.bool)
@@ -226,7 +226,7 @@ def test_a_refusing_backend_describes_the_call_and_its_reason():
 
 
 def test_where_no_backend_can_take_a_call_none_is_recommended(monkeypatch):
-    monkeypatch.setattr(memory, "total_bytes", lambda: 0)
+    monkeypatch.setattr(backend, "total_bytes", lambda: 0)
     for name, module in BACKENDS.items():
         if name not in ("reference", "sdpa"):
             monkeypatch.setattr(module, "plan", lambda call: Refusal.because("it is asleep"))

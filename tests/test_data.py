@@ -7,11 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from lengthwise.data import Batches, documents, hub, load_tokenizer, prepare
-from lengthwise.data import prepare_tokens as preparing
-from lengthwise.data.files import PIECE, read_text
-from lengthwise.data.hub import joined_articles
-from lengthwise.data.sources import resolve
+from lengthwise.data import Batches, documents, load_tokenizer, prepare, sources
+from lengthwise.data import tokens as preparing
+from lengthwise.data.sources import PIECE, joined_articles, read_text, resolve
 from lengthwise.data.tokens import Shard, Tokens
 from lengthwise.files import file_hash
 
@@ -147,7 +145,7 @@ def test_a_data_set_of_the_hub_is_streamed_and_split_by_rows(monkeypatch):
     assert asked[0] == (("HuggingFaceFW/fineweb-edu", "sample-10BT"), {"split": "train", "streaming": True})
     assert held_out
     assert len(train) + len(held_out) == 57
-    monkeypatch.setattr(hub, "FIRST", 31)
+    monkeypatch.setattr(sources, "STREAM_ROWS", 31)
     assert set(documents("fineweb-edu", "held-out")) == {text for text in held_out if int(text[4:]) < 31}
     assert len(list(documents("fineweb-edu", "all"))) == 57
     list(documents("wikitext-103", "held-out"))

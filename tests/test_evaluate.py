@@ -16,8 +16,8 @@ from lengthwise.data import documents, load_tokenizer, prepare
 from lengthwise.evaluate import Interval, LengthTable, Score, read_corpus, score_lengths, with_scaling
 from lengthwise.evaluate import losses as losses_module
 from lengthwise.evaluate import table as table_module
+from lengthwise.evaluate.corpus import PROTOCOLS, plan_windows
 from lengthwise.evaluate.losses import bytes_needed, fitting_chunk, token_losses
-from lengthwise.evaluate.windows import PROTOCOLS, plan_windows
 from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.model.families import max_length
 

@@ -13,7 +13,7 @@ from torch.nn.attention import flex_attention
 
 import lengthwise as lw
 from lengthwise.attention import AttentionCall, checked_call, flex, run
-from lengthwise.attention.plan import Refusal
+from lengthwise.attention.backend import Refusal
 from lengthwise.attention.visibility import Visibility
 from lengthwise.bias import (
     Bias,

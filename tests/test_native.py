@@ -7,9 +7,9 @@ import torch
 
 import lengthwise as lw
 from lengthwise.attention import choose, reference
+from lengthwise.attention.backend import Plan, Refusal
 from lengthwise.attention.call import AttentionCall, checked_call
 from lengthwise.attention.native import build, tiles
-from lengthwise.attention.plan import Plan, Refusal
 from lengthwise.bias import Bias, DenseBias, DistanceBias, FunctionBias, LevelBias, LineBias, SumBias, two_floats
 from lengthwise.encodings import Encoding
 from lengthwise.encodings.fire import fire_tile

@@ -15,9 +15,9 @@ from torch import Tensor
 
 import lengthwise as lw
 from lengthwise.attention import reference
+from lengthwise.attention.backend import Plan
 from lengthwise.attention.call import AttentionCall, checked_call
 from lengthwise.attention.native import build, tiles
-from lengthwise.attention.plan import Plan
 from lengthwise.bias import Bias, DistanceBias, LevelBias, LineBias, QueryDistanceBias, SumBias
 from lengthwise.token_layout import Band, TokenLayout
 

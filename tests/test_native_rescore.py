@@ -14,8 +14,8 @@ from torch import Tensor
 
 import lengthwise as lw
 from lengthwise.attention import checked_call
+from lengthwise.attention.backend import Refusal
 from lengthwise.attention.native import build, rescore
-from lengthwise.attention.plan import Refusal
 from lengthwise.bias import Bias, DenseBias, DistanceBias, FunctionBias, LevelBias, LineBias, SumBias, registered
 from lengthwise.rescore import ContextualPositions, HeadNetwork, Rescore, ScoreFunction
 from lengthwise.token_layout import Band, TokenLayout

@@ -11,10 +11,9 @@ from model_kit import LENGTH, loud_model, tokens
 from lengthwise.bias import FunctionBias, SumBias
 from lengthwise.encodings.kerple import kerple_log
 from lengthwise.inspect import position_maps, position_views
-from lengthwise.inspect.lazy_scores import LazyScores
 from lengthwise.inspect.model_maps import position_records
-from lengthwise.views.page import Page, Snapshot
-from lengthwise.views.page.html import document
+from lengthwise.inspect.scores import LazyScores
+from lengthwise.views.page import Page, Snapshot, document
 from lengthwise.views.style import colour_scale
 
 pytestmark = needs_chromium

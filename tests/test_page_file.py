@@ -13,8 +13,7 @@ from model_kit import loud_model, tokens
 
 import lengthwise as lw
 from lengthwise.inspect import position_maps
-from lengthwise.views.page import Page
-from lengthwise.views.page.html import SCRIPTS, STATIC, as_data, document, policy
+from lengthwise.views.page import SCRIPTS, STATIC, Page, as_data, document, policy
 from lengthwise.views.page.payload import packed
 
 

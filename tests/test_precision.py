@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import lengthwise as lw
 from lengthwise.attention import BACKENDS, checked_call
-from lengthwise.attention.plan import Refusal
+from lengthwise.attention.backend import Refusal
 
 HEADS, DIM, WIDTH, LATE = 2, 32, 64, 8
 

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from lengthwise.attention import call as calls
 from lengthwise.attention import row_block, skipping
+from lengthwise.attention.backend import Refusal
 from lengthwise.attention.call import AttentionCall
-from lengthwise.attention.plan import Refusal
 from lengthwise.attention.row_block import custom_op
 from lengthwise.bias import DistanceBias, FunctionBias, LevelBias
 from lengthwise.token_layout import TokenLayout

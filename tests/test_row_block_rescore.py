@@ -11,9 +11,9 @@ from torch import Tensor
 
 from lengthwise.attention import call as calls
 from lengthwise.attention import row_block
+from lengthwise.attention.backend import Refusal
 from lengthwise.attention.call import AttentionCall
-from lengthwise.attention.plan import Refusal
-from lengthwise.attention.row_block import rescore as by_rows
+from lengthwise.attention.row_block import passes
 from lengthwise.bias import registered
 from lengthwise.rescore import ContextualPositions, HeadNetwork, Rescore, ScoreFunction
 
@@ -58,7 +58,7 @@ def network(kernel: int) -> Tensors:
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
     cut_small(monkeypatch)
-    monkeypatch.setattr(by_rows, "SCORES", 2 * HEADS * KEYS * 30)
+    monkeypatch.setattr(passes, "BLOCK_SCORES", 2 * HEADS * KEYS * 30)
 
 
 def rescored(name: str, kind: str, situation: str, dtype: torch.dtype) -> tuple[AttentionCall, list[Tensor]]:

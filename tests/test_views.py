@@ -14,7 +14,7 @@ from lengthwise.bias import DistanceBias, LevelBias
 from lengthwise.inspect import load_maps, position_maps, position_views
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 from lengthwise.views import LayerMap, PositionMaps, Profile
-from lengthwise.views.distance_plot import compare
+from lengthwise.views.figures import compare
 from lengthwise.views.style import colour_scale, in_few_colours, png, save_picture
 
 KINDS = ["alibi", "kerple", "fire-short", "cable", "k-cable", "rope-dynamic", "dapev2-cable"]

@@ -122,9 +122,9 @@ class Killer:
         self.at, self.count = at, 0
 
     def watch(self) -> None:
-        from lengthwise.runs import writer
+        from lengthwise.runs import RunWriter
 
-        for place, name in ((os, "fsync"), (os, "rename"), (os, "replace"), (os, "rmdir"), (writer.RunWriter, "log")):
+        for place, name in ((os, "fsync"), (os, "rename"), (os, "replace"), (os, "rmdir"), (RunWriter, "log")):
             setattr(place, name, self._counted(getattr(place, name)))
 
     def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,13 +16,14 @@ if TYPE_CHECKING:
         SumBias,
         registered,
     )
-    from lengthwise.encodings import ENCODINGS, Encoding, Geometry, make, register
+    from lengthwise.encodings import ENCODINGS, AttentionShape, Encoding, make, register
     from lengthwise.rescore import ContextualPositions, HeadNetwork, Rescore, ScoreFunction
     from lengthwise.token_layout import Band, PositionError, TokenLayout, layout
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AttentionShape": "encodings",
     "ENCODINGS": "encodings",
     "Band": "token_layout",
     "Bias": "bias",
@@ -31,7 +32,6 @@ _HOMES = {
     "DistanceBias": "bias",
     "Encoding": "encodings",
     "FunctionBias": "bias",
-    "Geometry": "encodings",
     "HeadNetwork": "rescore",
     "LevelBias": "bias",
     "LineBias": "bias",
@@ -54,6 +54,7 @@ _HOMES = {
 
 __all__ = [
     "ENCODINGS",
+    "AttentionShape",
     "Band",
     "Bias",
     "ContextualPositions",
@@ -61,7 +62,6 @@ __all__ = [
     "DistanceBias",
     "Encoding",
     "FunctionBias",
-    "Geometry",
     "HeadNetwork",
     "LevelBias",
     "LineBias",

@@ -198,7 +198,7 @@ def train_parser() -> OptionParser:
 
 def config_of_run(out: str) -> list[str]:
     """The config file of a run that this version can continue."""
-    from lengthwise.runs.run import CONFIG, read_config
+    from lengthwise.runs import CONFIG, read_config
 
     path = Path(out) / CONFIG
     return [str(path)] if path.is_file() and read_config(path).get("version") == FORMAT else []

@@ -1,6 +1,6 @@
 """Files: where the cache is, how one is written whole or not at all, its hash; and what this machine's processor is.
 
-Folders that are whole or not there are in runs/sealed.py.
+Folders that are whole or not there are in runs.py.
 """
 
 import hashlib

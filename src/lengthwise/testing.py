@@ -21,9 +21,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from lengthwise.attention import BACKENDS, attend, checked_call, merge, run, skipping
-from lengthwise.attention.plan import Refusal
+from lengthwise.attention.backend import Refusal
 from lengthwise.bias import Bias, DenseBias, at_least_float32, rebuild
-from lengthwise.encodings import Encoding, Geometry, PositionError
+from lengthwise.encodings import AttentionShape, Encoding, PositionError
 from lengthwise.encodings.registry import build
 from lengthwise.token_layout import Band, TokenLayout, Window
 from lengthwise.token_layout import layout as layout_of
@@ -64,7 +64,7 @@ class Subject:
 
     def encoding(self) -> Encoding:
         """The encoding at its initial parameters, the same every time."""
-        geometry = Geometry(self.heads, self.width, self.head_dim, self.train_length, self.causal)
+        geometry = AttentionShape(self.heads, self.width, self.head_dim, self.train_length, self.causal)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return build(self.name, geometry, self.options)

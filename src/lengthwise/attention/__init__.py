@@ -1,4 +1,4 @@
-"""Attention with a described bias: one door, several backends; plan.py says what a backend is."""
+"""Attention with a described bias: one door, several backends; backend.py says what a backend is."""
 
 from types import ModuleType
 from typing import Literal, Unpack, overload
@@ -8,11 +8,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lengthwise.attention import flex, native, reference, row_block, sdpa
-from lengthwise.attention.call import AttentionCall, CallOptions, checked_call
-from lengthwise.attention.merge import merge
-from lengthwise.attention.plan import Output, Plan, Refusal
+from lengthwise.attention.backend import Output, Plan, Refusal, merge
+from lengthwise.attention.call import AttentionCall, CallOptions, checked_call, skipping
 from lengthwise.attention.reference import Explanation
-from lengthwise.attention.skipping import skipping
 from lengthwise.bias import Bias, without_autocast
 from lengthwise.rescore import Rescore
 from lengthwise.token_layout import TokenLayout, Window

@@ -1,7 +1,21 @@
-"""One call of attention, checked once at the door: what every backend is given and may rely on."""
+"""One call of attention, checked once at the door: what every backend is given and may rely on.
+
+Whether keys that provably cannot matter are left out is part of it, and this proves it. For a row i and a block of keys
+B behind it, with m the row's logit scale, 1 if it has none:
+
+    weight of a key in B <= exp(upper - lower),   upper = m (|q_i| max|k_B| scale + largest bias in B)
+
+`lower` is a score that the row really has, which bounds its log-sum-exp from below. Where the sum of count_B
+exp(upper - lower) is below half a unit in the last place, and so is the same sum weighted by what the values and the
+gradients of the block could add, leaving the block out changes nothing that the precision can show. A sink only lowers
+what is left. NaN and infinity mean keep; no bound looks at a key that the row does not see; rows whose logit scale is
+not positive are never skipped, and neither is anything where a band leaves out a row's own key.
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
@@ -9,7 +23,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lengthwise.attention.skipping import is_skipping
 from lengthwise.attention.visibility import Visibility
 from lengthwise.bias import Bias, DistanceBias, LevelBias, QueryDistanceBias
 from lengthwise.errors import check_flag, check_int, describe
@@ -18,6 +31,7 @@ from lengthwise.token_layout import Band, TokenLayout, Window, check_per_key
 
 FEW_QUERIES = 4
 """Up to so many queries without gradients are decoding: keys and values are best read once, where they lie."""
+_skipping: ContextVar[bool] = ContextVar("lengthwise_skipping", default=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -333,3 +347,18 @@ def _tensor(name: str, x: Tensor, axis: str) -> str:
     batch, heads, length, dim = x.shape
     kind = f"{str(x.dtype).removeprefix('torch.')} {x.device.type}"
     return f"    {name:8} {kind}  batch={batch} head={heads} {axis}={length} dim={dim}"
+
+
+def is_skipping() -> bool:
+    """Whether skipping is on here; always so for a graph that is being compiled, which asks again where it runs."""
+    return torch.compiler.is_compiling() or _skipping.get()
+
+
+@contextmanager
+def skipping(on: bool) -> Iterator[None]:
+    """Inside, keys that provably cannot matter are left out, as by default, or never are."""
+    token = _skipping.set(on)
+    try:
+        yield
+    finally:
+        _skipping.reset(token)

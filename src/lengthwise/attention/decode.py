@@ -8,9 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lengthwise.attention.backend import Output, can_be_read, finite_inputs
 from lengthwise.attention.call import AttentionCall
-from lengthwise.attention.finite import can_be_read, finite_inputs
-from lengthwise.attention.plan import Output
 from lengthwise.bias import at_least_float32
 
 Rows = tuple[Float[Tensor, "batch head row value"], Float[Tensor, "batch head row"]]

@@ -19,9 +19,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from lengthwise.attention.backend import Output, Plan, Refusal, finite_inputs
 from lengthwise.attention.call import AttentionCall
-from lengthwise.attention.finite import finite_inputs
-from lengthwise.attention.plan import Output, Plan, Refusal
 from lengthwise.bias import (
     Bias,
     DenseBias,

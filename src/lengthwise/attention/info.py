@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lengthwise.attention import BACKENDS, checked_call, choose
+from lengthwise.attention.backend import Refusal
 from lengthwise.attention.call import AttentionCall
-from lengthwise.attention.plan import Refusal
 from lengthwise.bias import (
     Bias,
     DenseBias,

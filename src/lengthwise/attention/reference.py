@@ -13,10 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lengthwise.attention import memory
+from lengthwise.attention.backend import Output, Plan, Refusal, finite_inputs, memory_refusal
 from lengthwise.attention.call import AttentionCall
-from lengthwise.attention.finite import finite_inputs
-from lengthwise.attention.plan import Output, Plan, Refusal
 from lengthwise.bias import at_least_float32
 
 BLOCK = 2**22
@@ -50,7 +48,7 @@ class Explanation:
 
 def plan(call: AttentionCall) -> Plan | Refusal:
     """The reference takes every call that fits into memory."""
-    return memory.refusal(call, MATRICES) or Plan()
+    return memory_refusal(call, MATRICES) or Plan()
 
 
 def run(call: AttentionCall, plan: Plan) -> Output:

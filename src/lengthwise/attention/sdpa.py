@@ -12,10 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lengthwise.attention import memory
+from lengthwise.attention.backend import Output, Plan, Refusal, finite_inputs, memory_refusal
 from lengthwise.attention.call import AttentionCall
-from lengthwise.attention.finite import finite_inputs
-from lengthwise.attention.plan import Output, Plan, Refusal
 from lengthwise.bias import LevelBias, at_least_float32
 
 PAIRS = ((0, 0), (0, 1), (1, 0), (0, 2), (1, 1), (2, 0))
@@ -39,7 +37,7 @@ def plan(call: AttentionCall) -> Plan | Refusal:
         reasons.append("torch's function does not give the log-sum-exp, which a sink needs too")
     if reasons:
         return Refusal(tuple(reasons))
-    return Plan() if is_fused(call) else memory.refusal(call, MATRICES) or Plan()
+    return Plan() if is_fused(call) else memory_refusal(call, MATRICES) or Plan()
 
 
 def run(call: AttentionCall, plan: Plan) -> Output:

@@ -1,7 +1,7 @@
 """Positional encodings: a file for each idea, with its variants."""
 
 from lengthwise.encodings.alibi import Alibi
-from lengthwise.encodings.base import Encoding, Geometry, State
+from lengthwise.encodings.base import AttentionShape, Encoding, State
 from lengthwise.encodings.cable import Cable, CableNoWeights, KCable
 from lengthwise.encodings.cope import Cope
 from lengthwise.encodings.dape import Dape, DapeV2
@@ -17,7 +17,7 @@ from lengthwise.encodings.t5 import T5
 from lengthwise.encodings.t5_clamped import T5Clamped
 from lengthwise.token_layout import PositionError
 
-__all__ = ["ENCODINGS", "Encoding", "Geometry", "PositionError", "State", "make", "register"]
+__all__ = ["ENCODINGS", "AttentionShape", "Encoding", "PositionError", "State", "make", "register"]
 
 ENCODINGS |= {
     "alibi": Alibi,

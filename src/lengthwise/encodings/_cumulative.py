@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from lengthwise.bias import Curve, LevelBias, at_least_float32
 from lengthwise.encodings.base import (
+    AttentionShape,
     Encoding,
-    Geometry,
     State,
     Tokens,
     checked_count,
@@ -37,7 +37,7 @@ class StepEncoding(Encoding):
 
     curve: ClassVar[Curve] = "linear"
 
-    def __init__(self, geometry: Geometry) -> None:
+    def __init__(self, geometry: AttentionShape) -> None:
         super().__init__(geometry)
         self.to_step = nn.Linear(geometry.width, geometry.heads)
         self.reset_parameters()
@@ -104,7 +104,7 @@ class StepEncoding(Encoding):
 class SlopedStepEncoding(StepEncoding):
     """Steps of relu(W_c x + b_c), and a slope that every query chooses for itself."""
 
-    def __init__(self, geometry: Geometry) -> None:
+    def __init__(self, geometry: AttentionShape) -> None:
         super().__init__(geometry)
         self.to_slope = nn.Linear(geometry.width, geometry.heads)
         self.reset_parameters()

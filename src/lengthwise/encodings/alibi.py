@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from lengthwise.bias import LevelBias, has_float64
-from lengthwise.encodings.base import Encoding, Geometry, State, Tokens
+from lengthwise.encodings.base import AttentionShape, Encoding, State, Tokens
 from lengthwise.errors import check_choice
 from lengthwise.token_layout import TokenLayout
 
@@ -25,7 +25,7 @@ class Alibi(Encoding):
     kind = LevelBias
     context_free = True
 
-    def __init__(self, geometry: Geometry, *, slopes: Literal["geometric", "interleaved"] = "geometric") -> None:
+    def __init__(self, geometry: AttentionShape, *, slopes: Literal["geometric", "interleaved"] = "geometric") -> None:
         super().__init__(geometry)
         rules = {"geometric": geometric_slopes, "interleaved": interleaved_slopes}
         check_choice("slopes", slopes, tuple(rules), "The CABLE paper has 'geometric', BLOOM 'interleaved'.")

@@ -11,7 +11,7 @@ sink(x)                        a logit that takes weight and gives no value
 
 import inspect
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import ClassVar, Literal, cast
 
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
@@ -28,12 +28,14 @@ Tokens = Float[Tensor, "batch position width"]
 State = dict[str, Float[Tensor, "batch head key *axis"]]
 """Per-token numbers by name, float32 or better: whoever runs the model keeps them beside the keys."""
 
-HOOKS = ("embed", "rotate", "rescore", "bias", "logit_scale", "sink")
+Hook = Literal["embed", "state", "rotate", "bias", "rescore", "logit_scale", "sink"]
+
+HOOKS: tuple[Hook, ...] = ("embed", "rotate", "rescore", "bias", "logit_scale", "sink")
 """The hooks that change attention, the most telling first: DAPE has a bias too, but its point is to rescore."""
 
 
 @dataclass(frozen=True)
-class Geometry:
+class AttentionShape:
     """The shape of the attention that an encoding serves; `causal` picks its one-sided or its two-sided form."""
 
     heads: int
@@ -64,7 +66,7 @@ class Encoding(nn.Module):
     tables: ClassVar[tuple[str, ...]] = ()
     """Its learned tables by name: each entry is a number of its own, which weight decay would only pull to 0."""
 
-    def __init__(self, geometry: Geometry) -> None:
+    def __init__(self, geometry: AttentionShape) -> None:
         super().__init__()
         if not geometry.causal and not self.two_sided:
             raise ValueError(
@@ -131,12 +133,12 @@ class Encoding(nn.Module):
         return [parameter for parameter in self.parameters() if parameter.ndim < 2 or id(parameter) in tables]
 
     @classmethod
-    def overrides(cls, hook: str) -> bool:
+    def overrides(cls, hook: Hook) -> bool:
         """Whether it has a hook of its own."""
         return getattr(cls, hook) is not getattr(Encoding, hook)
 
     @classmethod
-    def hook(cls) -> str | None:
+    def hook(cls) -> Hook | None:
         """The hook by which it acts, or None."""
         return next((hook for hook in HOOKS if cls.overrides(hook)), None)
 

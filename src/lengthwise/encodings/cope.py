@@ -10,7 +10,7 @@ The table starts at 0 and is shared by the heads of a layer, as in the authors' 
 import torch
 from torch import nn
 
-from lengthwise.encodings.base import Encoding, Geometry, State, Tokens
+from lengthwise.encodings.base import AttentionShape, Encoding, State, Tokens
 from lengthwise.errors import check_int
 from lengthwise.rescore import ContextualPositions
 from lengthwise.token_layout import TokenLayout
@@ -23,7 +23,7 @@ class Cope(Encoding):
     two_sided = False
     tables = ("table",)
 
-    def __init__(self, geometry: Geometry, *, positions: int = 64) -> None:
+    def __init__(self, geometry: AttentionShape, *, positions: int = 64) -> None:
         super().__init__(geometry)
         check_int("positions", positions, "The paper has 64.", least=2)
         self.table = nn.Parameter(torch.empty(geometry.head_dim, positions))

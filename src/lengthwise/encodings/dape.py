@@ -18,7 +18,7 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from lengthwise.bias import Bias
-from lengthwise.encodings.base import Encoding, Geometry, State, Tokens, reset_linear
+from lengthwise.encodings.base import AttentionShape, Encoding, State, Tokens, reset_linear
 from lengthwise.encodings.registry import build
 from lengthwise.errors import check_int
 from lengthwise.rescore import HeadNetwork
@@ -33,7 +33,7 @@ class ScoreNetwork(Encoding):
 
     def __init__(
         self,
-        geometry: Geometry,
+        geometry: AttentionShape,
         *,
         over: str = "kerple",
         over_options: Mapping[str, object] | None = None,

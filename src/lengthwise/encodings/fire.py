@@ -26,7 +26,7 @@ from lengthwise.bias import (
     without_autocast,
 )
 from lengthwise.encodings._table_cache import TableCache, is_decoding, table_reach
-from lengthwise.encodings.base import Encoding, Geometry, State, Tokens, reset_linear
+from lengthwise.encodings.base import AttentionShape, Encoding, State, Tokens, reset_linear
 from lengthwise.errors import check_int, check_number
 from lengthwise.token_layout import TokenLayout, run_ends
 
@@ -38,7 +38,7 @@ class Fire(Encoding):
     kind = DistanceBias
     context_free = True
 
-    def __init__(self, geometry: Geometry, *, hidden: int = 32, threshold: float = 512.0) -> None:
+    def __init__(self, geometry: AttentionShape, *, hidden: int = 32, threshold: float = 512.0) -> None:
         super().__init__(geometry)
         check_int("hidden", hidden, "The paper has 32.")
         check_number("threshold", threshold, "The paper has 512.")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lengthwise.bias import Bias, DistanceBias, FunctionBias, Index, at_least_float32, registered
 from lengthwise.encodings._table_cache import TableCache, is_decoding, table_reach
-from lengthwise.encodings.base import Encoding, Geometry, State, Tokens
+from lengthwise.encodings.base import AttentionShape, Encoding, State, Tokens
 from lengthwise.token_layout import TokenLayout
 
 FLOOR = 0.01
@@ -33,7 +33,7 @@ class _Kernel(Encoding):
     context_free = True
     tile_function: ClassVar[Callable[..., Tensor]]
 
-    def __init__(self, geometry: Geometry) -> None:
+    def __init__(self, geometry: AttentionShape) -> None:
         super().__init__(geometry)
         self.raw_p = nn.Parameter(torch.empty(geometry.heads))
         self.raw_a = nn.Parameter(torch.empty(geometry.heads))

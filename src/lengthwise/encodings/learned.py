@@ -8,7 +8,7 @@ The table has an end, and so has every model that uses it.
 import torch
 from torch import nn
 
-from lengthwise.encodings.base import Encoding, Geometry, Tokens, checked_count, checked_tokens
+from lengthwise.encodings.base import AttentionShape, Encoding, Tokens, checked_count, checked_tokens
 from lengthwise.errors import check_int
 from lengthwise.token_layout import PositionError, TokenLayout
 
@@ -19,7 +19,7 @@ class Learned(Encoding):
     paper = "Radford et al. 2019 (GPT-2)"
     tables = ("weight",)
 
-    def __init__(self, geometry: Geometry, *, length: int | None = None) -> None:
+    def __init__(self, geometry: AttentionShape, *, length: int | None = None) -> None:
         super().__init__(geometry)
         length = geometry.train_length if length is None else length
         check_int("length", length, "Leave it out for the training length.")

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Mapping
 
-from lengthwise.encodings.base import Encoding, Geometry
+from lengthwise.encodings.base import AttentionShape, Encoding
 from lengthwise.errors import OptionError
 
 ENCODINGS: dict[str, type[Encoding]] = {}
@@ -34,10 +34,10 @@ def make(
                 f"and width={width!r}"
             )
         head_dim = width // heads
-    return build(name, Geometry(heads, width, head_dim, train_length, causal), options)
+    return build(name, AttentionShape(heads, width, head_dim, train_length, causal), options)
 
 
-def build(name: str, geometry: Geometry, options: Mapping[str, object]) -> Encoding:
+def build(name: str, geometry: AttentionShape, options: Mapping[str, object]) -> Encoding:
     """An encoding from its name, its geometry and its own options."""
     cls = find(name)
     unknown = [option for option in options if option not in cls.options()]

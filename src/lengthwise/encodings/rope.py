@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lengthwise.bias import at_least_float32
 from lengthwise.encodings._rope_scaling import RopeBase, make_scaling
-from lengthwise.encodings.base import Encoding, Geometry, State
+from lengthwise.encodings.base import AttentionShape, Encoding, State
 from lengthwise.errors import check_broadcast, check_choice, check_number, check_tensor
 from lengthwise.token_layout import TokenLayout, run_ends
 
@@ -31,7 +31,7 @@ class Rope(Encoding):
 
     def __init__(
         self,
-        geometry: Geometry,
+        geometry: AttentionShape,
         *,
         base: float = 10000.0,
         layout: Literal["half", "interleaved"] = "half",

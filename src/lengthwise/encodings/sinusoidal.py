@@ -9,7 +9,7 @@ the waves must be as small, or a short training sees little else. The CABLE pape
 
 import torch
 
-from lengthwise.encodings.base import Encoding, Geometry, Tokens, checked_count, checked_tokens
+from lengthwise.encodings.base import AttentionShape, Encoding, Tokens, checked_count, checked_tokens
 from lengthwise.errors import check_number
 from lengthwise.token_layout import TokenLayout
 
@@ -19,7 +19,7 @@ class Sinusoidal(Encoding):
 
     paper = "Vaswani et al. 2017, arXiv 1706.03762"
 
-    def __init__(self, geometry: Geometry, *, amplitude: float = 0.02) -> None:
+    def __init__(self, geometry: AttentionShape, *, amplitude: float = 0.02) -> None:
         super().__init__(geometry)
         check_number("amplitude", amplitude, "0.02 suits tokens that start at N(0, 0.02).")
         self.amplitude = amplitude

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lengthwise.bias import DistanceBias
 from lengthwise.encodings._table_cache import TableCache, is_decoding
-from lengthwise.encodings.base import Encoding, Geometry, State, Tokens
+from lengthwise.encodings.base import AttentionShape, Encoding, State, Tokens
 from lengthwise.errors import check_int
 from lengthwise.token_layout import TokenLayout
 
@@ -26,7 +26,7 @@ class T5(Encoding):
     context_free = True
     tables = ("table",)
 
-    def __init__(self, geometry: Geometry, *, buckets: int = 32, max_distance: int = 128) -> None:
+    def __init__(self, geometry: AttentionShape, *, buckets: int = 32, max_distance: int = 128) -> None:
         super().__init__(geometry)
         check_int("buckets", buckets, "T5 has 32.")
         check_int("max_distance", max_distance, "T5 has 128.")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lengthwise.bias import DistanceBias
-from lengthwise.encodings.base import Encoding, Geometry, State, Tokens
+from lengthwise.encodings.base import AttentionShape, Encoding, State, Tokens
 from lengthwise.errors import check_int
 from lengthwise.token_layout import TokenLayout
 
@@ -23,7 +23,7 @@ class T5Clamped(Encoding):
     context_free = True
     tables = ("table",)
 
-    def __init__(self, geometry: Geometry, *, reach: int = 256) -> None:
+    def __init__(self, geometry: AttentionShape, *, reach: int = 256) -> None:
         super().__init__(geometry)
         check_int("reach", reach, "The paper has 256.")
         self.first = 0 if geometry.causal else -reach

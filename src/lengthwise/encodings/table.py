@@ -1,9 +1,9 @@
 """The table of encodings: what each says of itself, in the shape of GPT-2 Small."""
 
-from lengthwise.encodings.base import Encoding, Geometry
+from lengthwise.encodings.base import AttentionShape, Encoding
 from lengthwise.encodings.registry import ENCODINGS
 
-GPT2_SMALL = Geometry(heads=12, width=768, head_dim=64, train_length=1024)
+GPT2_SMALL = AttentionShape(heads=12, width=768, head_dim=64, train_length=1024)
 HEADINGS = ("name", "acts by", "kind of bias", "learned per layer", "two-sided", "limit", "paper")
 
 

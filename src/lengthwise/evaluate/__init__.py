@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lengthwise.evaluate.config import PROTOCOLS, EvalConfig, Protocol
     from lengthwise.evaluate.corpus import Corpus, read_corpus
-    from lengthwise.evaluate.perplexity import Score, score_lengths
-    from lengthwise.evaluate.rope_override import with_scaling
-    from lengthwise.evaluate.run import Evaluation, evaluate_models
+    from lengthwise.evaluate.losses import Score, score_lengths
+    from lengthwise.evaluate.run import Evaluation, evaluate_models, with_scaling
     from lengthwise.evaluate.statistics import Interval, bootstrap, paired_difference
     from lengthwise.evaluate.table import LengthTable
 
@@ -20,13 +19,13 @@ _HOMES = {
     "Interval": "statistics",
     "LengthTable": "table",
     "Protocol": "config",
-    "Score": "perplexity",
+    "Score": "losses",
     "bootstrap": "statistics",
     "evaluate_models": "run",
     "paired_difference": "statistics",
     "read_corpus": "corpus",
-    "score_lengths": "perplexity",
-    "with_scaling": "rope_override",
+    "score_lengths": "losses",
+    "with_scaling": "run",
 }
 """Where each public name lives. torch is loaded with the first one: the command line needs only the config."""
 

@@ -1,27 +1,228 @@
-"""The loss of each scored token of a batch of windows, in one pass or in chunks through the cache.
+"""A model's loss against the length it reads, under a protocol: any causal language model of transformers.
 
-Chunks give the same losses and need memory for one chunk and the cache only; a window whose cache alone does not fit is
-refused before anything is computed.
+The loss of each scored token of a batch of windows is computed in one pass or in chunks through the cache. Chunks give
+the same losses and need memory for one chunk and the cache only; a window whose cache alone does not fit is refused
+before anything is computed.
 """
 
+import hashlib
 import inspect
+import math
 import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
+from numpy.typing import NDArray
 from torch import Tensor
+from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
-from lengthwise.attention.memory import total_bytes
+from lengthwise.attention.backend import total_bytes
+from lengthwise.encodings import Encoding, PositionError
 from lengthwise.errors import check_int
-from lengthwise.evaluate.rope_override import length_dependent
+from lengthwise.evaluate.config import Protocol
+from lengthwise.evaluate.corpus import Corpus, Window, WindowPlan, plan_windows
+from lengthwise.evaluate.statistics import Interval, bootstrap
 from lengthwise.model import LengthwiseForCausalLM
+from lengthwise.model.families import check_length
 from lengthwise.model.losses import head_loss
 
+BATCH_TOKENS = 8192
+"""Tokens in a batch of windows, unless one window has more."""
+POSITION_GROUPS = 64
+"""Groups of places that losses by position are averaged over."""
 SMALLEST_CHUNK = 256
 LOGIT_ROWS = 512
 """Rows of logits turned into losses at a time."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """The losses of one model on the scored tokens of one length, as sums by document.
+
+    These sums are enough for the perplexity, the bits per byte, their intervals, and the difference from another model
+    on the same tokens; so a score that was written to a file can be compared with one that is measured today.
+    """
+
+    name: str
+    length: int
+    protocol: str
+    """The protocol as a sentence."""
+    source: str
+    """The text that was used."""
+    tokenizer: str
+    """The same for models whose perplexities can be compared."""
+    targets: str = ""
+    """A checksum of the scored tokens and their places: the same means that a paired difference is one."""
+    documents: list[int] = field(default_factory=list)
+    nats: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    bytes: list[int] = field(default_factory=list)
+    positions: list[tuple[int, float]] = field(default_factory=list)
+    """The mean loss by place in the window: the last place of each of up to 64 groups, and its loss."""
+    seconds: float = 0.0
+    refused: str | None = None
+    """Why there is no measurement, if there is none."""
+
+    @property
+    def scored(self) -> int:
+        """How many tokens were scored."""
+        return sum(self.tokens)
+
+    @property
+    def loss(self) -> float:
+        """The mean of -log p over the scored tokens."""
+        return sum(self.nats) / self.scored if self.scored else math.nan
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss)."""
+        return _exp(self.loss)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """What the scored text costs per byte: comparable whatever the tokenizer."""
+        return sum(self.nats) / sum(self.bytes) / math.log(2) if sum(self.bytes) else math.nan
+
+    def sums(self, metric: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """By document: nats and tokens, or bits and bytes."""
+        nats = np.array(self.nats)
+        if metric == "perplexity":
+            return nats, np.array(self.tokens, dtype=float)
+        return nats / math.log(2), np.array(self.bytes, dtype=float)
+
+    def interval(self, metric: str = "perplexity") -> Interval:
+        """Where the value lies in 95 of 100 resamplings of the documents."""
+        interval = bootstrap([self.sums(metric)])
+        return Interval(*map(_exp, interval)) if metric == "perplexity" else interval
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, and the values made of it; a file with this is read back by `from_json`."""
+        values = {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte, "scored": self.scored}
+        return asdict(self) | ({} if self.refused else values | {"interval": list(self.interval())})
+
+    @staticmethod
+    def from_json(content: dict[str, Any]) -> "Score":
+        """The score that `as_json` wrote."""
+        fields = {key: value for key, value in content.items() if key in Score.__dataclass_fields__}
+        return Score(**(fields | {"positions": [(int(p), float(v)) for p, v in fields["positions"]]}))
+
+
+def _exp(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def score_lengths(
+    model: PreTrainedModel,
+    corpus: Corpus,
+    lengths: Sequence[int],
+    *,
+    name: str,
+    tokenizer: str = "",
+    protocol: Protocol = "fair",
+    windows: int = 256,
+    stride: int | None = None,
+    chunk: int | None = None,
+) -> list[Score]:
+    """One score per length; for a length that the model or the machine cannot take the score has the reason."""
+    lengths = checked_lengths(lengths)
+    model.eval()
+    scores = []
+    for length in lengths:
+        plan = plan_windows(
+            protocol,
+            len(corpus),
+            length,
+            shortest=lengths[0],
+            longest=lengths[-1],
+            windows=windows,
+            stride=stride,
+        )
+        try:
+            check_length(model, length)
+            part = chunk or fitting_chunk(model, length=length, scored=plan.windows[0].scored)
+            scores.append(_score(model, corpus, plan, name=name, tokenizer=tokenizer, chunk=part))
+        except (PositionError, MemoryError) as error:
+            scores.append(Score(name, length, plan.description, corpus.source, tokenizer, refused=str(error)))
+    return scores
+
+
+def checked_lengths(lengths: Sequence[int]) -> list[int]:
+    """The lengths in rising order, each once; an error if there are none."""
+    if not lengths:
+        raise ValueError("there must be a length to measure at, got none; give e.g. --lengths 128 256 512")
+    for length in lengths:
+        check_int("length", length)
+    return sorted(set(lengths))
+
+
+def _score(
+    model: PreTrainedModel, corpus: Corpus, plan: WindowPlan, *, name: str, tokenizer: str, chunk: int | None
+) -> Score:
+    length = plan.windows[0].length
+    began = time.perf_counter()
+    losses = np.concatenate([row for rows in _losses(model, corpus, plan, chunk, name) for row in rows])
+    places = np.concatenate([np.arange(w.targets.start, w.targets.stop) for w in plan.windows])
+    inside = np.concatenate([np.arange(w.length - w.scored, w.length) for w in plan.windows])
+    documents, which = np.unique(corpus.document[places], return_inverse=True)
+    checksum = hashlib.sha256(corpus.tokens[places].tobytes() + places.tobytes())
+    return Score(
+        name=name,
+        length=length,
+        protocol=plan.description,
+        source=corpus.source,
+        tokenizer=tokenizer,
+        targets=checksum.hexdigest()[:16],
+        documents=documents.tolist(),
+        nats=np.bincount(which, weights=losses).tolist(),
+        tokens=np.bincount(which).tolist(),
+        bytes=np.bincount(which, weights=corpus.size[places]).astype(int).tolist(),
+        positions=_by_position(inside, losses),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _losses(
+    model: PreTrainedModel, corpus: Corpus, plan: WindowPlan, chunk: int | None, name: str
+) -> list[list[NDArray[np.float64]]]:
+    """The losses of each window in turn; windows with as many scored tokens go through the model together."""
+    at_once = max(1, BATCH_TOKENS // plan.windows[0].length)
+    bar = tqdm(
+        total=len(plan.windows),
+        desc=f"{name} at {plan.windows[0].length:,}",
+        unit="window",
+        leave=False,
+        disable=not sys.stderr.isatty(),
+    )
+    losses = []
+    with bar:
+        for scored, group in groupby(plan.windows, lambda window: window.scored):
+            alike = list(group)
+            for first in range(0, len(alike), at_once):
+                batch = alike[first : first + at_once]
+                tokens = _stacked(corpus, batch).to(model.device)
+                nats = token_losses(model, tokens, scored=scored, chunk=chunk)
+                losses.append(list(nats.double().cpu().numpy()))
+                bar.update(len(batch))
+    return losses
+
+
+def _stacked(corpus: Corpus, windows: Sequence[Window]) -> torch.Tensor:
+    return torch.from_numpy(np.stack([corpus.tokens[w.begin : w.begin + w.length + 1] for w in windows]))
+
+
+def _by_position(inside: NDArray[np.int64], losses: NDArray[np.float64]) -> list[tuple[int, float]]:
+    borders = np.unique(np.linspace(inside.min(), inside.max() + 1, POSITION_GROUPS + 1).astype(int))
+    group = np.searchsorted(borders, inside, side="right") - 1
+    means = np.bincount(group, weights=losses) / np.bincount(group)
+    return [(int(border), float(mean)) for border, mean in zip(borders[1:] - 1, means, strict=True)]
 
 
 @torch.no_grad()
@@ -113,3 +314,11 @@ def _memory(model: PreTrainedModel) -> int:
     if model.device.type == "cuda":
         return int(torch.cuda.get_device_properties(model.device).total_memory)
     return total_bytes() or sys.maxsize
+
+
+def length_dependent(model: PreTrainedModel) -> bool:
+    """Whether the angles change as the sequence grows."""
+    if isinstance(model, LengthwiseForCausalLM):
+        return any(part.length_dependent for part in model.modules() if isinstance(part, Encoding))
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    return rope.get("rope_type") in ("dynamic", "longrope")

@@ -1,20 +1,25 @@
-"""A whole evaluation: several models, all lengths and tasks, and the files with the results."""
+"""A whole evaluation: several models, all lengths and tasks, and the files with the results.
 
+RoPE's scalings can be switched on for it: the same weights, other angles, for our models and transformers'. A scaling
+is written TYPE:FACTOR, as in "yarn:8", or is a mapping with all parameters of its rule.
+"""
+
+import copy
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lengthwise.data import documents
 from lengthwise.encodings import ENCODINGS
 from lengthwise.evaluate.config import EvalConfig, ResolvedEvalConfig
 from lengthwise.evaluate.corpus import Corpus, read_corpus
-from lengthwise.evaluate.perplexity import Score, score_lengths
-from lengthwise.evaluate.rope_override import Scaling, parse_scaling, uses_rope, with_scaling
+from lengthwise.evaluate.losses import Score, score_lengths
 from lengthwise.evaluate.table import LengthTable, aligned, length_figure, position_figure
 from lengthwise.evaluate.tasks import TaskScore, score_task, task_rows
 from lengthwise.files import write_atomic
@@ -26,6 +31,7 @@ from lengthwise.tasks import find_task
 log = logging.getLogger(__name__)
 CORPUS_TOKENS = 2**20
 """Tokens read of a text, unless the windows need more."""
+Scaling = str | Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -189,3 +195,52 @@ def _split_name(source: str) -> tuple[str, str]:
     if sign and not Path(source).exists():
         return name, path
     return (Run(source).name if Run.is_run(source) else Path(source).name), source
+
+
+def parse_scaling(scaling: Scaling) -> dict[str, object]:
+    """The mapping that a scaling stands for.
+
+    >>> parse_scaling("yarn:8")
+    {'type': 'yarn', 'factor': 8.0}
+    """
+    if not isinstance(scaling, str):
+        return dict(scaling)
+    kind, _, factor = scaling.partition(":")
+    try:
+        return {"type": kind, "factor": float(factor)}
+    except ValueError:
+        raise ValueError(f"a scaling must be TYPE:FACTOR, such as 'yarn:8', got {scaling!r}") from None
+
+
+def uses_rope(model: PreTrainedModel) -> bool:
+    """Whether positions enter by rotation, so that a scaling means something."""
+    if isinstance(model, LengthwiseForCausalLM):
+        return model.config.encoding == "rope"
+    return bool(getattr(model.config.get_text_config(), "rope_parameters", None))
+
+
+def with_scaling(model: PreTrainedModel, scaling: Scaling) -> PreTrainedModel:
+    """The same model, sharing its weights, with its angles stretched."""
+    if not uses_rope(model):
+        raise ValueError(f"a scaling stretches RoPE's angles, and {type(model).__name__} has none")
+    rule = parse_scaling(scaling)
+    config: Any = copy.deepcopy(model.config)
+    if isinstance(model, LengthwiseForCausalLM):
+        config.encoding_options = {**(config.encoding_options or {}), "scaling": rule}
+    else:
+        text = config.get_text_config()
+        parameters = {key: value for key, value in rule.items() if key != "type"}
+        length = text.max_position_embeddings
+        text.rope_parameters = {
+            "rope_theta": text.rope_parameters["rope_theta"],
+            "rope_type": rule["type"],
+            "original_max_position_embeddings": length,
+            **{k: v for k, v in text.rope_parameters.items() if k == "partial_rotary_factor"},
+            **parameters,
+        }
+    config._attn_implementation = model.config._attn_implementation
+    with torch.device(model.device):
+        scaled = type(model)(config)
+    scaled.load_state_dict(model.state_dict(), assign=True)
+    scaled.tie_weights()
+    return scaled.eval()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from lengthwise.evaluate.perplexity import Score
+from lengthwise.evaluate.losses import Score
 from lengthwise.evaluate.statistics import Interval, bootstrap, paired_difference
 
 if TYPE_CHECKING:

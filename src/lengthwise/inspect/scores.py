@@ -1,10 +1,21 @@
-"""Content, bias, scores and weights of a captured layer, by blocks of rows.
+"""Content, bias, scores and weights of a captured layer by blocks of rows, single numbers of it, its rotary kernel.
 
 `verify` holds them against the layer's own output, so that a model which does something else is refused and not drawn
 wrong.
+
+`LazyScores` gives single numbers of any head at any length: layers' records are kept, and a part is computed when it is
+read. Queries and keys grow with the length, maps with its square; so the maps of all heads of a long text are never
+alive.
+
+The kernel of a rotary head is how the mean query scores the mean key at every distance:
+
+    kernel[d] = scale * R_d E[q] . E[k]          E over the tokens, before they are rotated
+
+What a head would attend to if all tokens were alike: the positional part of an encoding that adds nothing.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float
@@ -12,11 +23,15 @@ from torch import Tensor
 
 from lengthwise.attention.reference import of_heads, softmax
 from lengthwise.bias import at_least_float32
-from lengthwise.model.families.base import AttentionRecord
+from lengthwise.errors import check_choice
+from lengthwise.model.families import AttentionRecord
+from lengthwise.views.maps import Quantity
 from lengthwise.views.tiles import first_forbidden
 
 VERIFIED_ROWS = 4
 """How many of the first and of the last rows are compared with the layer's own output."""
+PER_PAIR = ("bias", "content", "scores", "weights")
+"""What there is a number of for every query and key."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,3 +179,86 @@ def verify(record: AttentionRecord, name: str) -> None:
                 "applies dropout: call eval() first. A family with attention code of its own needs a file in "
                 "lengthwise/model/families"
             )
+
+
+class LazyScores:
+    """The numbers of one sequence, by layer and head."""
+
+    def __init__(self, records: Iterable[AttentionRecord] = ()) -> None:
+        self._records: dict[int, AttentionRecord] = {}
+        for record in records:
+            self.add(record)
+
+    def add(self, record: AttentionRecord) -> None:
+        """Keep what the first sequence needs; values and outputs were compared while capturing."""
+        mask = record.mask
+        self._records[record.layer] = replace(
+            record,
+            q=record.q[:1].clone(),
+            k=record.k[:1].clone(),
+            v=record.v[:1, ..., :0].clone(),
+            out=record.out[:1, ..., :0].clone(),
+            bias=None if record.bias is None else record.bias.first_sequence(),
+            mask=lambda rows, columns: mask(rows, columns)[:1],
+            logit_scale=None if record.logit_scale is None else record.logit_scale[:1],
+            sink=None if record.sink is None else record.sink[:1],
+            rotary=None,
+        )
+
+    @torch.no_grad()
+    def part(
+        self, quantity: Quantity, layer: int, head: int, rows: slice, columns: slice
+    ) -> Float[Tensor, "row column"]:
+        """Some rows and columns of one head, NaN where a key is hidden."""
+        check_choice("quantity", quantity, PER_PAIR)
+        record = self.record(layer, head)
+        _, _, queries, keys = record.shape
+        for name, span, size in (("rows", rows, queries), ("columns", columns, keys)):
+            if not 0 <= span.start < span.stop <= size:
+                raise ValueError(f"{name} must lie within 0 to {size}, got {span.start} to {span.stop}")
+        if quantity == "bias" and not record.has_bias:
+            raise ValueError("quantity='bias' needs a model that adds one, but this model adds none")
+        visible = BlockMask.of(record, rows, slice(0, keys))
+        # Only a rescore needs all heads to compute one.
+        heads = slice(head, head + 1) if record.rescore is None else slice(0, record.shape[1])
+        bias = BiasRows(record, rows.stop - rows.start).block(visible)
+        block = score_block(record, visible, heads, bias)
+        mask = visible.mask[0, 0].expand(rows.stop - rows.start, keys)
+        values = weights_of(record, block) if quantity == "weights" else getattr(block, quantity)
+        return values[0, head - heads.start].masked_fill(~mask, torch.nan)[:, columns].float()
+
+    def whole(self, quantity: Quantity, layer: int, head: int) -> Float[Tensor, "query key"]:
+        """Every number of one head."""
+        _, _, queries, keys = self.record(layer, head).shape
+        return self.part(quantity, layer, head, slice(0, queries), slice(0, keys))
+
+    def record(self, layer: int, head: int) -> AttentionRecord:
+        """The record of a layer that has such a head, or an error."""
+        record = self._records.get(layer)
+        if record is None or not 0 <= head < record.shape[1]:
+            raise ValueError(
+                f"layer and head must be ones that the model has, got Layer {layer + 1}, Head {head + 1} "
+                f"(indices {layer}, {head})"
+            )
+        return record
+
+
+def rotary_kernel(record: AttentionRecord) -> Float[Tensor, "head distance"] | None:
+    """The kernel of every head; None where the layer does not rotate, or its rotation cannot be undone."""
+    rotary = record.rotary
+    unrotated = None if rotary is None else rotary.unrotated()
+    if rotary is None or unrotated is None:
+        return None
+    queries = record.shape[2]
+    means = [_mean(x, rotary.query_mask).expand(-1, -1, queries, -1) for x in unrotated]
+    q, k = rotary.rotate(*means)
+    at_zero = k[:, :, :1].repeat_interleave(q.shape[1] // k.shape[1], 1)
+    return record.scale * (q * at_zero).sum(-1)[0].float().cpu()
+
+
+def _mean(x: Float[Tensor, "batch head token dim"], mask: Bool[Tensor, "#batch token"] | None) -> Tensor:
+    """The mean over tokens and sequences, (1, head, 1, dim)."""
+    if mask is None:
+        return at_least_float32(x).mean((0, 2), keepdim=True)
+    real = mask.expand(x.shape[0], -1)[:, None, :, None]
+    return at_least_float32(x).masked_fill(~real, 0).sum((0, 2), keepdim=True) / real.sum()

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from lengthwise.bias import Bias, at_least_float32
 from lengthwise.inspect.diagonals import Diagonals, Piece, uniform_profile
-from lengthwise.inspect.rotary import rotary_kernel
-from lengthwise.inspect.scores import BiasRows, BlockMask, ScoreBlock, score_block, weights_of
+from lengthwise.inspect.scores import BiasRows, BlockMask, ScoreBlock, rotary_kernel, score_block, weights_of
 from lengthwise.model.families import AttentionRecord
 from lengthwise.views.maps import LayerMap, Quantity
 from lengthwise.views.tiles import TilePool, blocks

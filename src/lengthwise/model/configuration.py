@@ -13,7 +13,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from lengthwise.encodings import ENCODINGS, Geometry
+from lengthwise.encodings import ENCODINGS, AttentionShape
 from lengthwise.encodings.registry import build, find
 from lengthwise.errors import OptionError
 
@@ -87,9 +87,9 @@ class LengthwiseConfig(PreTrainedConfig):
         return self.n_embd // self.n_head
 
     @property
-    def geometry(self) -> Geometry:
+    def geometry(self) -> AttentionShape:
         """The attention that the encoding serves."""
-        return Geometry(self.n_head, self.n_embd, self.head_dim, self.n_positions)
+        return AttentionShape(self.n_head, self.n_embd, self.head_dim, self.n_positions)
 
     @property
     def embeds(self) -> bool:

@@ -5,9 +5,9 @@
 transformers fetches a folder's Python files by their `from .x import` lines and knows no packages. So our files are
 copied under flat names, and in each of them the lines that import our own modules are changed, and nothing else:
 
-    from lengthwise.attention.plan import Plan      from .attention_plan import Plan
-    from lengthwise.attention import memory         from . import attention_memory as memory
-    from jaxtyping import Float                     from .shapes import Float
+    from lengthwise.attention.backend import Plan      from .attention_backend import Plan
+    from lengthwise.attention import reference         from . import attention_reference as reference
+    from jaxtyping import Float                        from .shapes import Float
 
 Nothing is left out but the C++ kernel, so an exported model computes what ours does, by the backends in torch.
 """

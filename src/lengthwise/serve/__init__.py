@@ -1,5 +1,4 @@
 """`lengthwise serve`: the page over live models.
 
-catalog.py lists the models, session.py computes what is looked at, app.py answers requests, and server.py runs it on
-this machine alone.
+catalog.py lists the models, session.py computes what is looked at, and server.py answers, on this machine alone.
 """

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from lengthwise.errors import check_int
-from lengthwise.inspect.lazy_scores import LazyScores
+from lengthwise.inspect.scores import LazyScores
 from lengthwise.loading import LoadedModel, TokenSample, load_model
 from lengthwise.model.families import AttentionRecord
 from lengthwise.serve.catalog import Catalog

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from lengthwise.show.options import ShowOptions, check_names, compute_views, parse_numbers
 from lengthwise.views import PositionMaps
-from lengthwise.views.distance_plot import compare
+from lengthwise.views.figures import compare
 from lengthwise.views.style import checked_path, save_picture
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lengthwise.inspect.lazy_scores import PER_PAIR, LazyScores
+from lengthwise.inspect.scores import PER_PAIR, LazyScores
 from lengthwise.loading import LoadedModel
 from lengthwise.runs import Run
 from lengthwise.show.options import Layers, ShowOptions, check_names, compute_views, layer_count, parse_heads

@@ -30,8 +30,7 @@ from lengthwise.errors import check_int
 from lengthwise.evaluate import LengthTable, Score
 from lengthwise.evaluate.config import ResolvedEvalConfig
 from lengthwise.evaluate.corpus import Corpus
-from lengthwise.evaluate.rope_override import parse_scaling
-from lengthwise.evaluate.run import Corpora, load_for_evaluation, score_model, score_tasks
+from lengthwise.evaluate.run import Corpora, load_for_evaluation, parse_scaling, score_model, score_tasks
 from lengthwise.evaluate.tasks import TaskScore
 from lengthwise.files import file_hash, write_atomic
 from lengthwise.inspect import position_maps

@@ -7,9 +7,9 @@ rescore  scores that a small network or contextual positions make, forward and b
 
 import torch
 
+from lengthwise.attention.backend import Output, Plan, Refusal
 from lengthwise.attention.call import AttentionCall
 from lengthwise.attention.native import build, decode, rescore, tiles
-from lengthwise.attention.plan import Output, Plan, Refusal
 
 
 def plan(call: AttentionCall) -> Plan | Refusal:

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lengthwise.attention.backend import Output, Plan, Refusal, finite_inputs
 from lengthwise.attention.call import AttentionCall
-from lengthwise.attention.finite import finite_inputs
 from lengthwise.attention.native import build
-from lengthwise.attention.plan import Output, Plan, Refusal
 from lengthwise.bias import Bias, DistanceBias, LevelBias, LineBias, SumBias
 
 PRECISIONS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

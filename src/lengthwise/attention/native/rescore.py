@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lengthwise.attention.backend import Output, Plan, Refusal, finite_inputs
 from lengthwise.attention.call import AttentionCall
-from lengthwise.attention.finite import finite_inputs
 from lengthwise.attention.native import build
-from lengthwise.attention.plan import Output, Plan, Refusal
 from lengthwise.attention.visibility import Visibility
 from lengthwise.bias import ALL, Bias, DistanceBias, LevelBias, LineBias, SumBias, at_least_float32
 from lengthwise.rescore import ContextualPositions, HeadNetwork

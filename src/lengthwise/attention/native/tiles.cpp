@@ -11,7 +11,7 @@
 //
 // Forward keeps a running maximum and sum per row, which begin with the sink; backward starts from the log-sum-exp.
 // Levels are float64, and their differences are taken before they are rounded, or relative to the block where it lies
-// behind all rows. Far keys are skipped where a bound shows that they cannot matter: attention/skipping.py has the
+// behind all rows. Far keys are skipped where a bound shows that they cannot matter: attention/call.py has the
 // argument, this file the inequalities row by row. Plain C++ with vectors of eight floats.
 
 #include <cmath>

@@ -1,9 +1,10 @@
 """Attention in tiles of rows and keys, forward and backward: the Python side of tiles.cpp.
 
 It takes biases that are one number per distance (up to any number of tables, which add up to one strip), levels of
-tokens, straight lines, profiles that tokens mix, and sums of them; and masks that leave every query a few intervals of keys, with padding
-anywhere. A plan holds whatever the kernel reads but q, k and v. What the backward pass reads again is saved for it as
-tensors, so that checkpointing and offloading see all of it, and nothing else outlives the forward pass.
+tokens, straight lines, profiles that tokens mix, and sums of them; and masks that leave every query a few intervals of
+keys, with padding anywhere. A plan holds whatever the kernel reads but q, k and v. What the backward pass reads again
+is saved for it as tensors, so that checkpointing and offloading see all of it, and nothing else outlives the forward
+pass.
 """
 
 import ctypes
@@ -16,10 +17,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lengthwise.attention.backend import Output, Plan, Refusal, finite_inputs
 from lengthwise.attention.call import AttentionCall
-from lengthwise.attention.finite import finite_inputs
 from lengthwise.attention.native import build
-from lengthwise.attention.plan import Output, Plan, Refusal
 from lengthwise.bias import Bias, DistanceBias, LevelBias, LineBias, QueryDistanceBias, SumBias, at_least_float32
 from lengthwise.token_layout import TokenLayout, row_of
 
@@ -235,7 +235,7 @@ def plan(call: AttentionCall) -> TilesPlan | Refusal:
 
 
 def _can_fall(terms: Sequence[Term]) -> bool:
-    """Whether some term may be so low far away that keys can be skipped, and all have a bound; profiles are the same."""
+    """Whether a term other than profiles may be so low far away that keys can be skipped, and all have a bound."""
     kinds = {term.kind for term in terms}
     return bool(kinds - {PROFILE}) and LINE not in kinds
 

@@ -5,11 +5,10 @@ where the caller leaves them open. It is the backend of compiled graphs, of floa
 machines without a compiler. Read in this order:
 
 custom_op   the operators: a call as tensors and plain values, and back
-passes      forward and backward over the tiles of a call
+passes      forward and backward over the tiles of a call, or over whole rows where scores are rescored
 tiles       a call cut in tiles
 terms       how each kind of bias enters a tile, and how its gradient returns
 bounds      the keys that provably cannot matter
-rescore     calls whose scores are rescored, by blocks of whole rows
 
 Tried on the CPU; on other devices untested.
 """
@@ -19,8 +18,8 @@ from dataclasses import dataclass
 import torch
 
 from lengthwise.attention import decode
+from lengthwise.attention.backend import Output, Plan, Refusal
 from lengthwise.attention.call import AttentionCall
-from lengthwise.attention.plan import Output, Plan, Refusal
 from lengthwise.attention.row_block import custom_op
 from lengthwise.attention.row_block.passes import skipped_share
 

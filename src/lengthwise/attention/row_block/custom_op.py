@@ -14,10 +14,9 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from lengthwise.attention.call import AttentionCall
-from lengthwise.attention.plan import Output
+from lengthwise.attention.backend import Output
+from lengthwise.attention.call import AttentionCall, is_skipping
 from lengthwise.attention.row_block import passes
-from lengthwise.attention.skipping import is_skipping
 from lengthwise.attention.visibility import Visibility
 from lengthwise.bias import at_least_float32, rebuild, registered_name
 from lengthwise.token_layout import Band, TokenLayout

@@ -9,17 +9,20 @@ later one. A sink is one more weight.
     backward    weights  = 2^(scores - lse)             the shift is the log-sum-exp: one product gives the weights
                 d_scores = weights (d_out v^T + delta),  delta = d_lse - d_out . out
                 d_v = weights^T d_out,   d_q = scale d_scores k,   d_k = scale d_scores^T q
+
+A call whose scores are rescored is cut in blocks of whole rows instead.
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lengthwise.attention.backend import finite_inputs
 from lengthwise.attention.call import AttentionCall
-from lengthwise.attention.finite import finite_inputs
-from lengthwise.attention.row_block import rescore
+from lengthwise.attention.decode import whole_rows
 from lengthwise.attention.row_block.bounds import first_keys, share_skipped
 from lengthwise.attention.row_block.terms import LOG2E, Where, make_term
 from lengthwise.attention.row_block.tiles import Block, Part, Tiles, buffer, tile_sizes
@@ -33,6 +36,9 @@ Rows = tuple[Float[Tensor, "head row"], Float[Tensor, "head row"], Float[Tensor,
 
 Forward = tuple[Float[Tensor, "batch head query value"], Float[Tensor, "batch head query"]]
 """The output, and the log-sum-exp of every row; -inf where a row sees nothing and has no sink."""
+
+BLOCK_SCORES = 2**22
+"""How many scores a block of whole rows may have."""
 
 
 def forward(call: AttentionCall) -> Forward:
@@ -56,7 +62,7 @@ def backward(
         out, lse = _forward(clean)
     d_out = at_least_float32(d_out)
     if call.rescore is not None:
-        gradients = rescore.backward(clean, d_out, d_lse)
+        gradients = _rescored_backward(clean, d_out, d_lse)
     else:
         # In units of log 2, and inf where a row has no weight to give: 2^-inf is 0.
         in_log_2 = (lse * LOG2E).masked_fill_(lse == -math.inf, math.inf)
@@ -76,7 +82,7 @@ def skipped_share(call: AttentionCall) -> float:
 
 def _forward(call: AttentionCall) -> Forward:
     if call.rescore is not None:
-        return rescore.forward(call)
+        return _rescored_forward(call)
     term = make_term(call)
     tiles = Tiles(call, term, first_keys(call, term, tile_sizes(call, whole=term.whole)[0]))
     out = tiles.zeros(*call.q.shape[:3], call.v.shape[3])
@@ -240,3 +246,41 @@ def _upstream(tiles: Tiles, part: Part, rows: slice, d_out: Tensor, delta: Tenso
     """d_out, and in one more channel what the softmax adds to every weight's gradient."""
     above, own = (x[part.batch, part.heads, rows].to(tiles.dtype) for x in (d_out, delta))
     return tiles.turned(torch.cat([above, own[..., None]], -1))
+
+
+def _rescored_forward(call: AttentionCall) -> Forward:
+    """By blocks of whole rows of all heads: a rescore looks at both."""
+    dtype = at_least_float32(call.q[:0]).dtype
+    out = call.q.new_empty(*call.q.shape[:3], call.v.shape[3], dtype=dtype)
+    lse = call.q.new_empty(call.q.shape[:3], dtype=dtype)
+    for rows in _row_blocks(call):
+        out[:, :, rows], lse[:, :, rows] = whole_rows(call, rows)
+    return out, lse
+
+
+def _rescored_backward(call: AttentionCall, d_out: Tensor, d_lse: Tensor) -> dict[str, Tensor]:
+    """The gradients of q, k, v and of what is learned, by name: a block of rows at a time, computed again.
+
+    They come from torch.func.vjp, as do those of what the rescore is made of: a compiled graph never sees inside.
+    """
+    constant = call.with_tensors({name: x.detach() for name, x in call.tensors().items()})
+    needed = {name: x for name, x in call.tensors().items() if x.requires_grad or name in ("q", "k", "v")}
+    learned = {name: at_least_float32(x.detach()) for name, x in needed.items()}
+    sums = {name: torch.zeros_like(x) for name, x in learned.items()}
+    for rows in _row_blocks(call):
+
+        def block(own: dict[str, Tensor], rows: slice = rows) -> Forward:
+            return whole_rows(constant.with_tensors(own), rows)
+
+        # Operators run below autograd, which torch.func does not mind.
+        pull = torch.func.vjp(block, learned)[1]
+        (gradients,) = pull((d_out[:, :, rows], d_lse[:, :, rows]))
+        for name, gradient in gradients.items():
+            sums[name] += gradient
+    return {name: total.to(needed[name].dtype) for name, total in sums.items()}
+
+
+def _row_blocks(call: AttentionCall) -> Iterator[slice]:
+    count = max(1, BLOCK_SCORES // max(1, call.batch * call.heads * call.keys))
+    for row in range(0, call.queries, count):
+        yield slice(row, min(row + count, call.queries))

@@ -1,7 +1,8 @@
 """What is known of a family of models, and what one call of its attention looks like: the same for every family.
 
 A `Family` stands for one model: which encoding it has, how many layers of which kind, how long a text may be, how its
-attention is captured. A family is one file with one subclass. Nothing here computes scores: see `lengthwise.inspect`.
+attention is captured. A family is one file with one subclass; one with attention code of its own is a `HookedFamily`,
+with hooks on its attention layers and on their last projection. Nothing here computes scores: see `lengthwise.inspect`.
 
     content = scale q k^T, capped
     scores  = logit_scale (content + bias), or what a rescore makes of both
@@ -9,9 +10,10 @@ attention is captured. A family is one file with one subclass. Nothing here comp
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +31,8 @@ Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings")
 """What transformers calls a table of positions."""
+Selected = Callable[[int, str], bool]
+"""Whether a layer of a part is to be captured."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,9 +82,6 @@ class AttentionRecord:
 
 
 OnRecord = Callable[[AttentionRecord], None]
-
-Selected = Callable[[int, str], bool]
-"""Whether a layer of a part is to be captured."""
 
 
 class Family(ABC):
@@ -184,3 +185,79 @@ def key_level_bias(levels: Float[Tensor, "batch head key"], queries: int) -> Lev
         levels = levels[:1]
     one, levels = at_least_float32(levels.new_ones(1, 1, 1)), levels.double()
     return LevelBias(levels[..., levels.shape[-1] - queries :], levels, one)
+
+
+Read = Callable[[Any, int, Mapping[str, Any], Tensor], AttentionRecord]
+"""A record from an attention module, its layer, its arguments by name, and its output before the last projection."""
+
+
+class HookedFamily(Family):
+    """A family whose attention layers are modules of one class, which every layer of the model has once."""
+
+    attention: type[nn.Module]
+    projection: str | None = None
+    """The name of the last projection; None where the layer's output is what goes into it."""
+
+    @classmethod
+    def accepts(cls, model: nn.Module) -> bool:
+        """Whether the model has such layers."""
+        return any(isinstance(module, cls.attention) for module in model.modules())
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The attention layers in order."""
+        return [module for module in self.model.modules() if isinstance(module, self.attention)]
+
+    @property
+    def depths(self) -> Mapping[str, int]:
+        """One part."""
+        return {"": len(self.layers)}
+
+    def read(self, module: Any, layer: int, arguments: Mapping[str, Any], merged: Tensor) -> AttentionRecord:
+        """A record of one call: `arguments` of the layer by name, `merged` its output before the last projection."""
+        raise NotImplementedError
+
+    @contextmanager
+    def capture(self, on_record: OnRecord, selected: Selected) -> Iterator[None]:
+        """Hook the selected layers."""
+        with ExitStack() as stack:
+            for layer, module in enumerate(self.layers):
+                if selected(layer, ""):
+                    stack.enter_context(captured_module(module, layer, self.projection, self.read, on_record))
+            yield
+
+
+@contextmanager
+def captured_module(
+    module: nn.Module, layer: int, projection: str | None, read: Read, on_record: OnRecord
+) -> Iterator[None]:
+    """Record every call of one attention module."""
+    merged: list[Tensor] = []
+
+    def before_projection(_: nn.Module, args: tuple[Any, ...]) -> None:
+        merged[:] = args[:1]
+
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        arguments = signature(module.forward).bind(*args, **kwargs)
+        arguments.apply_defaults()
+        out = output[0] if projection is None else merged.pop()
+        _refuse_cached_keys(module, arguments.arguments, queries=out.shape[1])
+        on_record(read(module, layer, arguments.arguments, out))
+
+    with ExitStack() as stack:
+        if projection is not None:
+            hook = getattr(module, projection).register_forward_pre_hook(before_projection)
+            stack.callback(hook.remove)
+        stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
+        yield
+
+
+def _refuse_cached_keys(module: nn.Module, arguments: Mapping[str, Any], *, queries: int) -> None:
+    """An error where keys come out of a cache: a record is made from the tokens of this call."""
+    for name in ("past_key_values", "layer_past"):
+        cache = arguments.get(name)
+        if cache is not None and cache.get_seq_length() > queries:
+            raise NotImplementedError(
+                f"{type(module).__name__} can be captured without cached keys only, got {cache.get_seq_length()} keys "
+                f"for {queries} queries; pass the whole text with use_cache=False"
+            )

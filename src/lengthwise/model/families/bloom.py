@@ -6,8 +6,7 @@ from typing import Any
 from torch import Tensor
 from transformers.models.bloom.modeling_bloom import BloomAttention
 
-from lengthwise.model.families.base import AttentionRecord, key_level_bias, sliced, split_heads, visible
-from lengthwise.model.families.hooks import HookedFamily
+from lengthwise.model.families.base import AttentionRecord, HookedFamily, key_level_bias, sliced, split_heads, visible
 
 
 class BloomFamily(HookedFamily):

@@ -16,8 +16,7 @@ from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfA
 
 from lengthwise.bias import Bias, SumBias
 from lengthwise.model.families._relative import key_distance_bias, query_distance_bias
-from lengthwise.model.families.base import AttentionRecord, sliced, split_heads, table_length
-from lengthwise.model.families.hooks import HookedFamily
+from lengthwise.model.families.base import AttentionRecord, HookedFamily, sliced, split_heads, table_length
 
 
 class DebertaV2Family(HookedFamily):

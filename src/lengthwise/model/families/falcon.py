@@ -10,6 +10,7 @@ from transformers.models.falcon.modeling_falcon import FalconAttention, apply_ro
 
 from lengthwise.model.families.base import (
     AttentionRecord,
+    HookedFamily,
     OnRecord,
     Selected,
     key_level_bias,
@@ -17,7 +18,6 @@ from lengthwise.model.families.base import (
     split_heads,
     visible,
 )
-from lengthwise.model.families.hooks import HookedFamily
 from lengthwise.model.families.interface import rotary_of
 
 

@@ -9,6 +9,7 @@ from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
 
 from lengthwise.model.families.base import (
     AttentionRecord,
+    HookedFamily,
     OnRecord,
     Selected,
     sliced,
@@ -16,7 +17,6 @@ from lengthwise.model.families.base import (
     table_length,
     visible_keys,
 )
-from lengthwise.model.families.hooks import HookedFamily
 
 
 class GPTNeoFamily(HookedFamily):

@@ -10,6 +10,7 @@ from transformers.models.gptj.modeling_gptj import GPTJAttention, apply_rotary_p
 
 from lengthwise.model.families.base import (
     AttentionRecord,
+    HookedFamily,
     OnRecord,
     Rotary,
     Selected,
@@ -17,7 +18,6 @@ from lengthwise.model.families.base import (
     split_heads,
     visible_keys,
 )
-from lengthwise.model.families.hooks import HookedFamily
 
 
 class GPTJFamily(HookedFamily):

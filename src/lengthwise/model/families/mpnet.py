@@ -6,8 +6,14 @@ from typing import Any
 from torch import Tensor
 from transformers.models.mpnet.modeling_mpnet import MPNetSelfAttention
 
-from lengthwise.model.families.base import AttentionRecord, sliced, split_heads, table_length, visible_keys
-from lengthwise.model.families.hooks import HookedFamily
+from lengthwise.model.families.base import (
+    AttentionRecord,
+    HookedFamily,
+    sliced,
+    split_heads,
+    table_length,
+    visible_keys,
+)
 from lengthwise.model.families.interface import distance_bias
 
 

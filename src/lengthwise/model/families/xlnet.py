@@ -17,8 +17,7 @@ from transformers.models.xlnet.modeling_xlnet import XLNetRelativeAttention
 
 from lengthwise.bias import at_least_float32
 from lengthwise.model.families._relative import query_distance_bias
-from lengthwise.model.families.base import AttentionRecord, OnRecord, Selected, sliced
-from lengthwise.model.families.hooks import HookedFamily
+from lengthwise.model.families.base import AttentionRecord, HookedFamily, OnRecord, Selected, sliced
 
 
 class XLNetFamily(HookedFamily):
