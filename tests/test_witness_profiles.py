@@ -1,4 +1,4 @@
-"""Encodings whose bias is mixed of profiles by distance: their formulas in plain loops, and transformers' own layers."""
+"""Encodings whose bias is mixed of profiles by distance: formulas in plain loops, and layers of transformers."""
 
 import functools
 import math
@@ -107,7 +107,9 @@ CASES = [
 @pytest.mark.parametrize(("witness", "name", "options"), CASES, ids=[f"{name} {options}" for _, name, options in CASES])
 def test_a_bias_of_profiles_is_its_papers_formula(witness, name, options, scene, causal):
     encoding, x = make(name, causal=causal, **options), scene.tokens()
-    q, k = torch.randn(2, BATCH, HEADS, scene.keys, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+    q, k = torch.randn(
+        2, BATCH, HEADS, scene.keys, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(6)
+    )
     layout = lw.TokenLayout.of(torch.tensor(scene.query), torch.tensor(scene.key), causal=causal)
     own = slice(scene.keys - scene.queries, None)
     state = encoding.state(x, **encoding.own_qk(q, k))

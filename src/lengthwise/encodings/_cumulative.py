@@ -10,7 +10,6 @@ differences inside one are ever read, and it stays monotone.
 from abc import abstractmethod
 from typing import ClassVar, cast
 
-import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn

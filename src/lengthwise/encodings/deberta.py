@@ -1,7 +1,7 @@
 """DeBERTa's disentangled attention (He et al. 2021, section 3.1), with the buckets of its second version.
 
-    scores[h, i, j] = (q[h, i] . k[h, j] + q[h, i] . K[h, bucket(i - j)] + k[h, j] . Q[h, bucket(j - i)]) / sqrt(3 head_dim)
-    K = W_k table + b_k,  Q = W_q table + b_q                                   one table row per bucket
+    scores[i, j] = (q[i] . k[j] + q[i] . K[bucket(i - j)] + k[j] . Q[bucket(j - i)]) / sqrt(3 head_dim)
+    K = W_k table + b_k,  Q = W_q table + b_q                       in every head, with a row of the table per bucket
 
 Distances up to half of the buckets have one each; beyond, buckets grow in geometric steps up to `max_distance`, to both
 sides. The released code, and with it transformers', looks up Q at bucket(i - j) instead: `order="released"` does so.
@@ -101,9 +101,9 @@ class Deberta(QueryEncoding):
             has = tuple(state["key"].shape) if isinstance(state, dict) and "key" in state else describe(state)
             raise ValueError(f"the state must have the 'key' of all {layout.key_count} keys, old and new, got {has}")
         scale, places = (3 * self.geometry.head_dim) ** -0.5, (layout.query, layout.key, self.first)
-        of_query = QueryDistanceBias(self.queries(q, layout) * scale, self._profiles(self.to_key, self.of_query), *places)
-        of_key = QueryDistanceBias(state["key"] * scale, self._profiles(self.to_query, self.of_key), *places, "key")
-        return SumBias((of_query, of_key))
+        keys, queries = self._profiles(self.to_key, self.of_query), self._profiles(self.to_query, self.of_key)
+        of_query = QueryDistanceBias(self.queries(q, layout) * scale, keys, *places)
+        return SumBias((of_query, QueryDistanceBias(state["key"] * scale, queries, *places, side="key")))
 
     def _profiles(self, layer: nn.Linear, buckets: list[int]) -> Float[Tensor, "head dim distance"]:
         """One vector for every distance."""
