@@ -19,20 +19,21 @@ struct Mixture {
 
   // What belongs to one tile.
   struct Tile {
-    std::vector<float> across, down, d_down;  // the window by profile and by distance, and the gradient of the latter
-    std::vector<float> bias_room, d_bias_room;
-    float *bias, *d_bias;  // (ROWS, COLUMNS), rows STEP apart
+    std::vector<float> across, down_room, d_down_room, bias_room, d_bias_room;
+    const float* down = nullptr;  // the window by distance; across is the same by profile
+    float *d_down = nullptr, *bias = nullptr, *d_bias = nullptr;  // bias is (ROWS, COLUMNS), rows STEP apart
+    bool is_inside = false;       // the window lies within the profiles, which then are read and added to in place
     long row = 0, rows = 0, column = 0, keys = 0, shift = 0;
-    bool is_far;  // all distances are beyond the same end of the profiles
-    long end;
+    bool is_far = false;  // all distances are beyond the same end of the profiles
+    long end = 0;
 
     void allocate(long count, bool backward) {
       across.assign(count * SPAN, 0.0f);
       bias_room.assign((ROWS + 1) * STEP, 0.0f);
       bias = bias_room.data() + EDGE;
       if (!backward) return;
-      down.assign(SPAN * count, 0.0f);
-      d_down.assign(SPAN * count, 0.0f);
+      down_room.assign(SPAN * count, 0.0f);
+      d_down_room.assign(SPAN * count, 0.0f);
       d_bias_room.assign((ROWS + 2 * EDGE + 1) * STEP, 0.0f);
       d_bias = d_bias_room.data() + EDGE * STEP + EDGE;
     }
@@ -71,9 +72,8 @@ struct Mixture {
 
   // The window: from `shift` on, one distance less with every step.
   void cut(Tile& tile, bool backward) const {
-    const long before = std::min(std::max(-tile.shift, 0L), SPAN);
-    const long inside = std::max(std::min(tile.shift + SPAN, length) - std::max(tile.shift, 0L), 0L);
-    const long from = std::max(tile.shift, 0L);
+    const long from = std::max(tile.shift, 0L), before = std::min(from - tile.shift, SPAN);
+    const long inside = std::max(std::min(tile.shift + SPAN, length) - from, 0L);
     for (long n = 0; n < count; ++n) {
       const float* profile = by_profile + n * length;
       float* to = tile.across.data() + n * SPAN;
@@ -82,10 +82,14 @@ struct Mixture {
       std::fill(to + before + inside, to + SPAN, is_zero ? 0.0f : profile[length - 1]);
     }
     if (!backward) return;
-    for (long x = 0; x < SPAN; ++x) {
+    tile.is_inside = inside == SPAN;
+    tile.down = tile.is_inside ? by_distance + from * count : tile.down_room.data();
+    tile.d_down = tile.is_inside ? d_profiles + from * count : tile.d_down_room.data();
+    for (long x = 0; !tile.is_inside && x < SPAN; ++x) {
       const long u = tile.shift + x;
-      if (is_zero && !is_inside(u)) std::fill_n(tile.down.data() + x * count, count, 0.0f);
-      else std::memcpy(tile.down.data() + x * count, by_distance + clamped(u) * count, count * sizeof(float));
+      float* to = tile.down_room.data() + x * count;
+      if (is_zero && !is_inside(u)) std::fill_n(to, count, 0.0f);
+      else std::memcpy(to, by_distance + clamped(u) * count, count * sizeof(float));
     }
   }
 
@@ -155,9 +159,9 @@ struct Mixture {
     }
     if (of_keys) unmix_keys(tile);
     else unmix_queries(tile);
-    for (long x = 0; x < ROWS + COLUMNS - 1; ++x) {
+    for (long x = 0; !tile.is_inside && x < ROWS + COLUMNS - 1; ++x) {
       const long u = tile.shift + x;
-      if (!is_zero || is_inside(u)) add(d_profiles + clamped(u) * count, 1, tile.d_down.data() + x * count);
+      if (!is_zero || is_inside(u)) add(d_profiles + clamped(u) * count, 1, tile.d_down + x * count);
     }
   }
 
@@ -166,14 +170,14 @@ struct Mixture {
     for (long n = 0; n < count; n += PANEL) {
       in_blocks(tile.rows, [&](auto m, long first) {
         constexpr long M = m.value;
-        panel<M>(d + first * STEP - (M - 1), STEP + 1, 1, tile.down.data() + (ROWS - (first + M)) * count + n, count,
+        panel<M>(d + first * STEP - (M - 1), STEP + 1, 1, tile.down + (ROWS - (first + M)) * count + n, count,
                  d_rows + (tile.row + first) * count + n, count, COLUMNS + M - 1, true);
       });
       in_blocks(ROWS + COLUMNS - 1, [&](auto m, long x) {
         constexpr long M = m.value;
         const long low = std::max(ROWS - (x + M), 0L), high = std::min(tile.rows, ROWS + COLUMNS - 1 - x);
         panel<M>(d + low * STEP + x + low - (ROWS - 1), 1, STEP + 1, own + low * count + n, count,
-                 tile.d_down.data() + x * count + n, count, high - low, false);
+                 tile.d_down + x * count + n, count, high - low, tile.is_inside);
       });
     }
   }
@@ -183,14 +187,14 @@ struct Mixture {
     for (long n = 0; n < count; n += PANEL) {
       in_blocks(tile.keys, [&](auto m, long j) {
         constexpr long M = m.value;
-        panel<M>(d + (tile.rows - 1) * STEP + j, STEP + 1, -STEP, tile.down.data() + (j + ROWS - tile.rows) * count + n,
+        panel<M>(d + (tile.rows - 1) * STEP + j, STEP + 1, -STEP, tile.down + (j + ROWS - tile.rows) * count + n,
                  count, d_rows + (tile.column + j) * count + n, count, tile.rows + M - 1, true);
       });
       in_blocks(ROWS + COLUMNS - 1, [&](auto m, long x) {
         constexpr long M = m.value;
         const long low = std::max(x - (ROWS - 1), 0L), high = std::min(tile.keys, x + M - 1 - (ROWS - 1) + tile.rows);
         panel<M>(d + (low - x + ROWS - 1) * STEP + low, -STEP, STEP + 1, own + low * count + n, count,
-                 tile.d_down.data() + x * count + n, count, high - low, false);
+                 tile.d_down + x * count + n, count, high - low, tile.is_inside);
       });
     }
   }
