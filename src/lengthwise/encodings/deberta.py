@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lengthwise.bias import QueryDistanceBias, SumBias, at_least_float32
 from lengthwise.encodings._queries import QueryEncoding
+from lengthwise.encodings._table_cache import TableCache, is_decoding
 from lengthwise.encodings.base import AttentionShape, State, Tokens, checked_heads, project, reset_linear
 from lengthwise.errors import check_choice, check_int, describe
 from lengthwise.token_layout import TokenLayout
@@ -56,6 +57,7 @@ class Deberta(QueryEncoding):
         inner = geometry.heads * geometry.head_dim
         self.table = nn.Parameter(torch.empty(2 * buckets, geometry.width))
         self.to_key, self.to_query = nn.Linear(geometry.width, inner), nn.Linear(geometry.width, inner)
+        self._tables = TableCache()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -101,15 +103,18 @@ class Deberta(QueryEncoding):
             has = tuple(state["key"].shape) if isinstance(state, dict) and "key" in state else describe(state)
             raise ValueError(f"the state must have the 'key' of all {layout.key_count} keys, old and new, got {has}")
         scale, places = (3 * self.geometry.head_dim) ** -0.5, (layout.query, layout.key, self.first)
-        keys, queries = self._profiles(self.to_key, self.of_query), self._profiles(self.to_query, self.of_key)
+        keys, queries = self._tables.table(self._profiles, 1, *self.parameters(), decoding=is_decoding(layout))
         of_query = QueryDistanceBias(self.queries(q, layout) * scale, keys, *places)
         return SumBias((of_query, QueryDistanceBias(state["key"] * scale, queries, *places, side="key")))
 
-    def _profiles(self, layer: nn.Linear, buckets: list[int]) -> Float[Tensor, "head dim distance"]:
-        """One vector for every distance."""
-        by_bucket = project(layer, self.table[None])[0]
-        index = torch.tensor(buckets, device=by_bucket.device)[None].expand(by_bucket.shape[0], -1)
-        return by_bucket.gather(1, index).unflatten(0, (self.geometry.heads, -1))
+    def _profiles(self, _: int) -> list[Float[Tensor, "head dim distance"]]:
+        """K and Q, one vector for every distance that differs, however far there is to look."""
+        profiles = []
+        for layer, buckets in ((self.to_key, self.of_query), (self.to_query, self.of_key)):
+            by_bucket = project(layer, self.table[None])[0]
+            index = torch.tensor(buckets, device=by_bucket.device)[None].expand(by_bucket.shape[0], -1)
+            profiles.append(by_bucket.gather(1, index).unflatten(0, (self.geometry.heads, -1)))
+        return profiles
 
 
 def signed_buckets(buckets: int, max_distance: int) -> list[int]:
@@ -119,10 +124,10 @@ def signed_buckets(buckets: int, max_distance: int) -> list[int]:
     (distance / middle) ** (middle - 1).
     """
     middle = buckets // 2
-    found = list(range(middle + 1))
+    by_distance = list(range(middle + 1))
     n = 1
     for distance in range(middle + 1, max_distance + 1):
         while (max_distance - 1) ** n * middle ** (middle - 1) < distance ** (middle - 1) * middle**n:
             n += 1
-        found.append(middle + n)
-    return found
+        by_distance.append(middle + n)
+    return by_distance

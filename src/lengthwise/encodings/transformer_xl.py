@@ -85,4 +85,4 @@ class TransformerXL(QueryEncoding):
         waves = torch.cat([angles.sin(), angles.cos()], -1)[:, :width]
         with without_autocast(weight):
             keys = F.linear(waves, weight)
-        return keys.unflatten(1, (self.geometry.heads, -1)).permute(1, 2, 0), first
+        return keys.unflatten(1, (self.geometry.heads, -1)).permute(1, 2, 0).contiguous(), first
