@@ -22,6 +22,7 @@ LENGTHS = (1024, 4096)
 
 WITHOUT_BIAS = ("plain", "none", "rope", "cope")
 BIASED = ("alibi", "kerple", "kerple-power", "t5", "t5-clamped", "fire", "fire-512")
+BIASED += ("shaw", "transformer-xl", "deberta", "inkling")
 BIASED += ("cable", "cable-nw", "k-cable", "fox", "dape", "dapev2")
 RESCORED = ("cope", "dape", "dapev2")
 

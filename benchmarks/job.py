@@ -58,8 +58,10 @@ class Adapter(NamedTuple):
 
     place: Callable[[int, int], object]
     rotate: Callable[..., tuple[Tensor, Tensor]]
+    state: Callable[..., dict[str, Tensor] | None]
+    """(encoding, x, q, k)"""
     described: Callable[..., dict[str, object]]
-    """(encoding, x, place, state) -> bias and rescore as arguments of `attend`."""
+    """(encoding, x, place, state, q, k) -> bias and rescore as arguments of `attend`; q and k are not yet rotated."""
     attend: Callable[..., Tensor]
 
 
@@ -69,8 +71,9 @@ def adapter() -> Adapter:
         return Adapter(
             place=lambda rows, keys: lw.layout(rows, past=keys - rows),
             rotate=lambda encoding, q, k, layout, state: encoding.rotate(q, k, layout, state),
-            described=lambda encoding, x, layout, state: {
-                "bias": encoding.bias(x, layout, state),
+            state=lambda encoding, x, q, k: encoding.state(x, **_own_qk(encoding, q, k)),
+            described=lambda encoding, x, layout, state, q, k: {
+                "bias": encoding.bias(x, layout, state, **_own_qk(encoding, q, k)),
                 "rescore": encoding.rescore(x, layout, state),
             },
             attend=lambda q, k, v, layout, **given: lw.attend(q, k, v, layout=layout, **given),
@@ -78,12 +81,18 @@ def adapter() -> Adapter:
     return Adapter(
         place=lambda rows, keys: (torch.arange(keys)[keys - rows :], torch.arange(keys)),
         rotate=lambda encoding, q, k, place, state: encoding.rotate(q, k, *place, state),
-        described=lambda encoding, x, place, state: {
+        state=lambda encoding, x, q, k: encoding.state(x),
+        described=lambda encoding, x, place, state, q, k: {
             "bias": encoding.bias(x, *place, state),
             "rescore": encoding.rescore if encoding.overrides("rescore") else None,
         },
         attend=lambda q, k, v, place, **given: lw.attend(q, k, v, **given),
     )
+
+
+def _own_qk(encoding: nn.Module, q: Tensor, k: Tensor) -> dict[str, Tensor]:
+    """What hooks get beside tokens, where the revision has it."""
+    return encoding.own_qk(q, k) if hasattr(encoding, "own_qk") else {}
 
 
 class Job:
@@ -106,7 +115,7 @@ class Job:
         self.state = self.ready = None
         if decoding and self.encoding is not None:
             with torch.no_grad():
-                self.state = self.encoding.state(self.x)
+                self.state = self.api.state(self.encoding, self.x, self.q, self.k)
                 self.ready = self.described() if case.mode == "decode-ready" else None
 
     def call(self) -> object:
@@ -141,8 +150,8 @@ class Job:
         return self.api.attend(q, k, self.v, self.place, **(self.ready or self.described()))
 
     def described(self) -> dict[str, object]:
-        x = self.x[:, -self.rows :]
-        return self.api.described(self.encoding, x, self.place, self.state)
+        x, k = self.x[:, -self.rows :], self.k[:, :, -self.rows :]
+        return self.api.described(self.encoding, x, self.place, self.state, self.last_q, k)
 
     def _gradients(self, out: Tensor, d_out: Tensor) -> list[Tensor | None]:
         parameters = [] if self.encoding is None else list(self.encoding.parameters())
@@ -175,9 +184,11 @@ class Job:
                 if encoding is None:
                     out = lw.attend(some_q, some_k, some_v, **given)
                 else:
-                    place, state = self.api.place(last - first, last), encoding.state(x[:, :last])
+                    place = self.api.place(last - first, last)
+                    state = self.api.state(encoding, x[:, :last], q[:, :, :last], some_k)
                     turned = self.api.rotate(encoding, some_q, some_k, place, state)
-                    given |= self.api.described(encoding, x[:, first:last], place, state)
+                    own = some_q, some_k[:, :, first:]
+                    given |= self.api.described(encoding, x[:, first:last], place, state, *own)
                     out = self.api.attend(*turned, some_v, place, **given)
             outs.append(out.detach())
             if self.learning:

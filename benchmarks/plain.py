@@ -18,6 +18,8 @@ NAMES = ("ours", "plain")
 LENGTHS = (1024, 4096)
 MEMORY_LENGTHS = (1024, 2048, 4096)
 LIMITS = {"sink": 1.03, "softcap": 1.03, "logit_scale": 1.03, "k-cable": 1.4, "cope": 4.0, "dape": 4.0, "dapev2": 7.0}
+LIMITS |= {"inkling": 1.6}
+AT_EVERY_LENGTH = ("inkling",)
 LINEAR = 1.25
 """The power of the length up to which memory counts as linear; 2 is quadratic."""
 
@@ -28,6 +30,7 @@ def cases(lengths: tuple[int, ...] = LENGTHS) -> Iterator[Case]:
         for mode in ("forward", "train", "decode-ready"):
             yield from (Case("plain", mode, length, extra) for extra in EXTRAS)
     yield from (Case(encoding, "train", lengths[0]) for encoding in (*WITHOUT_BIAS, *BIASED) if encoding != "plain")
+    yield from (Case(encoding, "train", length) for encoding in AT_EVERY_LENGTH for length in lengths[1:])
     yield from (Case(encoding, "memory", lengths[0]) for encoding in LIMITS if encoding not in EXTRAS)
 
 

@@ -191,6 +191,7 @@ class Draw:
     """Choices and tensors that hang on a seed."""
 
     def __init__(self, seed: int) -> None:
+        self.seed = seed
         self.random = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
         self.leaves: dict[str, Leaf] = {}
@@ -560,6 +561,8 @@ def within(window: Any, place: Place) -> Tensor:
 def random_bias(d: Draw, sizes: tuple[int, int], place: Place, name: str, small: torch.dtype) -> Part:
     """One of every kind, or a sum."""
     kinds = [distance_bias, distance_bias, level_bias, level_bias, step_bias, line_bias, function_bias, dense_bias]
+    if d.seed % 4 == 3:
+        kinds = [profile_bias] * len(kinds) + kinds
     if name == "bias" and d.chance(0.2):
         terms = [d.pick(*kinds)(d, sizes, place, f"{name}{n}", small) for n in range(d.whole(2, 3))]
         return Part(
@@ -592,6 +595,31 @@ def distance_bias(d: Draw, sizes: tuple[int, int], place: Place, name: str, smal
     return Part(
         f"DistanceBias({heads} x {length}, first={first})",
         lambda t, layout: lw.DistanceBias(t[table], *held(layout), first),
+        fill,
+    )
+
+
+def profile_bias(d: Draw, sizes: tuple[int, int], place: Place, name: str, small: torch.dtype) -> Part:
+    side, beyond = d.pick("query", "query", "key"), d.pick("clamp", "zero")
+    tokens = len(place.query_slots if side == "query" else place.key_slots)
+    count, length = d.pick(1, 3, 16, 17), d.pick(1, d.whole(1, 12), d.whole(1, 90), d.whole(1, 300))
+    first = d.pick(0, 0, -d.whole(1, 2 * length), 2)
+    batch, heads = d.pick(1, sizes[0]), d.pick((1, 1), (1, sizes[1]), (sizes[1], 1), (sizes[1], sizes[1]))
+    rows = d.leaf(f"{name}.rows", d.normal(batch, heads[0], tokens, count), small)
+    profiles = d.leaf(f"{name}.profiles", d.pick(1, 1, 4) * d.normal(heads[1], count, length) / count**0.5, small)
+    held = held_positions(d, place)
+
+    def fill(t: Tensors) -> Tensor:
+        column = place.query[:, :, None] - place.key[:, None, :] - first
+        curves = t[profiles][:, :, column.clamp(0, length - 1)]  # (head, profile, batch, query, key)
+        if beyond == "zero":
+            curves = curves * ((column >= 0) & (column < length))
+        own = t[rows][:, :, :, None] if side == "query" else t[rows][:, :, None]
+        return (own * curves.permute(2, 0, 3, 4, 1)).sum(-1)
+
+    return Part(
+        f"QueryDistanceBias({batch}x{heads[0]}, {heads[1]}x{count}x{length}, first={first}, {side}, {beyond})",
+        lambda t, layout: lw.QueryDistanceBias(t[rows], t[profiles], *held(layout), first, side, beyond),
         fill,
     )
 

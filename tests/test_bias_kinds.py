@@ -77,6 +77,33 @@ def test_a_distance_bias_looks_up_the_distance_and_is_constant_beyond_the_tables
     assert torch.equal(bias.dense().double(), filled(bias, value))
 
 
+@pytest.mark.parametrize("beyond", ["clamp", "zero"])
+@pytest.mark.parametrize("side", ["query", "key"])
+@pytest.mark.parametrize(("batch", "heads"), [((3, 1, 3), (7, 1)), ((1, 3, 1), (1, 7)), ((1, 1, 1), (7, 7))], ids=str)
+@pytest.mark.parametrize(("first", "length", "queries"), [(0, 4, 5), (-2, 5, 5), (-20, 41, 2), (3, 1, 5)])
+def test_a_query_distance_bias_mixes_profiles_by_query_or_by_key(first, length, queries, batch, heads, side, beyond):
+    g = draws()
+    of_rows, of_query, of_key = batch
+    query, key = torch.randint(0, 13, (of_query, queries), generator=g), torch.randint(0, 13, (of_key, 11), generator=g)
+    # Small whole numbers: their sums are exact in any order.
+    rows = torch.randint(-9, 9, (of_rows, heads[0], queries if side == "query" else 11, 4), generator=g).float()
+    profiles = torch.randint(-9, 9, (heads[1], 4, length), generator=g).float()
+    bias = lw.QueryDistanceBias(rows, profiles, query, key, first, side, beyond)
+
+    def value(b, h, i, j):
+        column = int(query[b % of_query, i] - key[b % of_key, j]) - first
+        if beyond == "zero" and not 0 <= column < length:
+            return 0.0
+        own = rows[b % of_rows, h % heads[0], i if side == "query" else j].tolist()
+        curves = profiles[h % heads[1]].tolist()
+        return sum(x * curve[min(max(column, 0), length - 1)] for x, curve in zip(own, curves, strict=True))
+
+    whole = bias.dense()
+    assert torch.equal(whole.double(), filled(bias, value))
+    for rows, columns in ((slice(1, 4), slice(2, 9)), (torch.tensor([1, 0]), slice(0, 0)), (slice(0, 1), slice(None))):
+        assert torch.equal(bias.tile(rows, columns), whole[:, :, rows][..., columns])
+
+
 def test_one_row_of_positions_may_come_without_its_batch():
     bias = distance_bias(1)
     same = lw.DistanceBias(bias.table, bias.query[0], bias.key[0])
@@ -224,6 +251,36 @@ MALFORMED = {
         lambda: lw.DistanceBias(torch.zeros(7, 4), POSITIONS.expand(2, 5), POSITIONS.expand(3, 5)),
         ValueError,
         "2 and 3",
+    ),
+    "rows without heads": (
+        lambda: lw.QueryDistanceBias(torch.zeros(1, 5, 4), torch.zeros(1, 4, 3), POSITIONS, POSITIONS),
+        ValueError,
+        "rows must be",
+    ),
+    "rows of three profiles for four": (
+        lambda: lw.QueryDistanceBias(torch.zeros(1, 1, 5, 3), torch.zeros(1, 4, 3), POSITIONS, POSITIONS),
+        ValueError,
+        "(1, 1, 5, 3)",
+    ),
+    "rows of queries for the keys": (
+        lambda: lw.QueryDistanceBias(torch.zeros(1, 1, 5, 4), torch.zeros(1, 4, 3), POSITIONS, POSITIONS[:2], 0, "key"),
+        ValueError,
+        "One for each key",
+    ),
+    "a side that there is not": (
+        lambda: lw.QueryDistanceBias(torch.zeros(1, 1, 5, 4), torch.zeros(1, 4, 3), POSITIONS, POSITIONS, 0, "both"),
+        ValueError,
+        "'query' or 'key'",
+    ),
+    "profiles without distances": (
+        lambda: lw.QueryDistanceBias(torch.zeros(1, 1, 5, 4), torch.zeros(1, 4, 0), POSITIONS, POSITIONS),
+        ValueError,
+        "none",
+    ),
+    "profiles of seven heads and rows of three": (
+        lambda: lw.QueryDistanceBias(torch.zeros(1, 3, 5, 4), torch.zeros(7, 4, 2), POSITIONS, POSITIONS),
+        ValueError,
+        "3 and 7",
     ),
     "levels without a batch": (lambda: lw.LevelBias(LEVEL[0], LEVEL, LEVEL), ValueError, "(7, 5)"),
     "levels of integers": (lambda: lw.LevelBias(LEVEL, LEVEL.long(), LEVEL), TypeError, "torch.int64"),

@@ -15,7 +15,17 @@ import lengthwise as lw
 from lengthwise.attention import AttentionCall, checked_call, flex, run
 from lengthwise.attention.backend import Refusal
 from lengthwise.attention.visibility import Visibility
-from lengthwise.bias import Bias, DenseBias, DistanceBias, FunctionBias, LevelBias, LineBias, SumBias, two_floats
+from lengthwise.bias import (
+    Bias,
+    DenseBias,
+    DistanceBias,
+    FunctionBias,
+    LevelBias,
+    LineBias,
+    QueryDistanceBias,
+    SumBias,
+    two_floats,
+)
 from lengthwise.rescore import ScoreFunction
 from lengthwise.token_layout import Band, TokenLayout
 
@@ -77,6 +87,11 @@ def lines(batch: int, heads: int) -> LineBias:
     return LineBias(curve, torch.rand(batch, LENGTH), torch.rand(5).sort().values, slope, intercept)
 
 
+def profiles(batch: int, heads: int, side: str, beyond: str) -> QueryDistanceBias:
+    rows = torch.randn(batch, heads, LENGTH, 3)
+    return QueryDistanceBias(rows, torch.randn(1, 3, 50), SLOTS, SLOTS, -4, side, beyond)  # type: ignore[arg-type]
+
+
 KINDS: dict[str, Callable[[int, int], Bias | None]] = {
     "none": lambda b, h: None,
     "table": table,
@@ -85,6 +100,8 @@ KINDS: dict[str, Callable[[int, int], Bias | None]] = {
     "levels of two floats": split_levels,
     "steps": lambda b, h: LevelBias.of_steps(torch.rand(b, h, LENGTH), torch.rand(b, h, 1), start=0, queries=LENGTH),
     "lines": lines,
+    "profiles": lambda b, h: profiles(b, h, "query", "clamp"),
+    "profiles of keys": lambda b, h: profiles(b, h, "key", "zero"),
     "dense": lambda b, h: DenseBias(torch.randn(b, h, LENGTH, LENGTH)),
     "sum": lambda b, h: SumBias((table(b, h), SumBias((level_bias(b, h), lines(b, h))))),
 }

@@ -16,6 +16,7 @@ from lengthwise.views.maps import QUANTITIES
 
 CONTEXT_FREE = ["alibi", "kerple", "kerple-power", "fire", "fire-short", "t5", "t5-clamped"]
 CONTEXTUAL = ["cable", "cable-nw", "k-cable", "fox", "cope", "dape", "dapev2", "dapev2-cable"]
+CONTEXTUAL += ["shaw", "transformer-xl", "deberta", "inkling"]
 WITHOUT_BIAS = [case for case in CASES if case not in CONTEXT_FREE + CONTEXTUAL]
 
 

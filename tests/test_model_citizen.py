@@ -341,10 +341,10 @@ def test_the_bias_of_a_model_loaded_in_half_precision_is_that_of_a_fresh_one_to_
     model.save_pretrained(tmp_path)
     half = LengthwiseForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert half.dtype == torch.bfloat16
-    x, positions = torch.randn(2, LENGTH, 24).bfloat16(), torch.arange(LENGTH)
-    ours, theirs = (
-        m.transformer.h[0].attn.encoding.bias(x, lw.TokenLayout.of(positions)).dense() for m in (model, half)
-    )
+    x, layout = torch.randn(2, LENGTH, 24).bfloat16(), lw.layout(LENGTH)
+    q, k = torch.randn(2, 2, 3, LENGTH, 8).bfloat16()
+    encodings = [m.transformer.h[0].attn.encoding for m in (model, half)]
+    ours, theirs = (encoding.bias(x, layout, **encoding.own_qk(q, k)).dense() for encoding in encodings)
     assert torch.equal(ours, theirs)
     assert half(tokens()).logits.isfinite().all()
     fresh = LengthwiseForCausalLM._from_config(make_config(case), dtype=torch.bfloat16)

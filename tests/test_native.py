@@ -10,7 +10,17 @@ from lengthwise.attention import choose, reference
 from lengthwise.attention.backend import Plan, Refusal
 from lengthwise.attention.call import AttentionCall, checked_call
 from lengthwise.attention.native import build, tiles
-from lengthwise.bias import Bias, DenseBias, DistanceBias, FunctionBias, LevelBias, LineBias, SumBias, two_floats
+from lengthwise.bias import (
+    Bias,
+    DenseBias,
+    DistanceBias,
+    FunctionBias,
+    LevelBias,
+    LineBias,
+    QueryDistanceBias,
+    SumBias,
+    two_floats,
+)
 from lengthwise.encodings import Encoding
 from lengthwise.encodings.fire import fire_tile
 from lengthwise.token_layout import Band, TokenLayout
@@ -46,6 +56,17 @@ def steep(curve: str = "linear", by: float = 1.0) -> LevelBias:
 
 def table(by: float = 0.1) -> DistanceBias:
     return DistanceBias(-by * POSITIONS.float().expand(HEADS, -1), POSITIONS, POSITIONS)
+
+
+def with_profiles(side: str, rows: float = 1.0, far: float = 1.0) -> SumBias:
+    """Steep levels, and profiles that are `far` times as large from a distance of 300 on; the first rows are so too."""
+    generator = torch.Generator().manual_seed(7)
+    own = torch.randn(1, HEADS, LENGTH, 5, generator=generator)
+    own[:, :, :9] *= rows
+    profiles = torch.randn(1, 5, LENGTH, generator=generator)
+    profiles[..., 300:] *= far
+    mixed = QueryDistanceBias(own, profiles, POSITIONS, POSITIONS, side=side)  # type: ignore[arg-type]
+    return SumBias((steep(), mixed))
 
 
 def test_without_a_compiler_row_block_takes_the_call(monkeypatch):
@@ -95,9 +116,10 @@ def test_what_its_terms_cannot_say_is_left_to_others():
 
 
 def results(call: AttentionCall, skip: bool, d_out: torch.Tensor, d_lse: torch.Tensor | None = None) -> list:
-    """The output, the log-sum-exp and the gradients of q, k and v; where d_lse is given, of that alone."""
-    leaves = [x.detach().requires_grad_() for x in (call.q, call.k, call.v)]
-    own = replace(call, q=leaves[0], k=leaves[1], v=leaves[2], skip=skip, return_lse=True)
+    """The output, the log-sum-exp and the gradients of q, k, v and rows; where d_lse is given, of that alone."""
+    names = ("q", "k", "v", "bias.terms.1.rows")
+    learned = {name: x.detach().requires_grad_() for name, x in call.tensors().items() if name in names}
+    leaves, own = list(learned.values()), replace(call.with_tensors(learned), skip=skip, return_lse=True)
     out, lse = run(own)
     head, above = (out, d_out) if d_lse is None else (lse, d_lse)
     return [out.detach(), lse.detach()[..., None], *torch.autograd.grad(head, leaves, above)]
@@ -115,6 +137,10 @@ def adversaries() -> dict[str, AttentionCall]:
     calls["negative slope"] = make_call(steep(by=-0.01))
     calls["logarithmic"] = make_call(steep("log1p_square", by=4.0))
     calls["a sum"] = make_call(SumBias((table(0.3), steep(), steep("log1p_square"))))
+    for side in ("query", "key"):
+        calls[f"profiles, {side}"] = make_call(with_profiles(side))
+        calls[f"huge far profiles, {side}"] = make_call(with_profiles(side, far=100.0))
+    calls["huge rows of far keys"] = make_call(with_profiles("key", rows=100.0))
     calls["a sum that rises"] = make_call(SumBias((table(-0.4), steep())))
     factor = torch.rand(1, HEADS, LENGTH, generator=torch.Generator().manual_seed(2))
     calls["small factors"] = make_call(steep(), logit_scale=0.05 * factor)
@@ -176,7 +202,7 @@ def test_a_steep_head_is_skipped_and_its_flat_neighbour_is_not():
     assert tiles.skipped_share(calls["large factors"]) > tiles.skipped_share(calls["small factors"])
     assert tiles.skipped_share(calls["a sink"]) == ordinary
     assert tiles.skipped_share(calls["a softcap"]) >= ordinary
-    for name in ("logarithmic", "a sum", "holes far away"):
+    for name in ("logarithmic", "a sum", "holes far away", "profiles, query", "profiles, key"):
         assert tiles.skipped_share(calls[name]) > 0, name
     for name in ("a band without the own key", "a band far away", "queries behind"):
         assert tiles.skipped_share(calls[name]) == 0, name

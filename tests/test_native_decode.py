@@ -11,7 +11,17 @@ from torch import Tensor
 import lengthwise as lw
 from lengthwise.attention import AttentionCall, checked_call, choose, run
 from lengthwise.attention.native import build, decode
-from lengthwise.bias import Bias, DenseBias, DistanceBias, FunctionBias, LevelBias, LineBias, SumBias, two_floats
+from lengthwise.bias import (
+    Bias,
+    DenseBias,
+    DistanceBias,
+    FunctionBias,
+    LevelBias,
+    LineBias,
+    QueryDistanceBias,
+    SumBias,
+    two_floats,
+)
 from lengthwise.token_layout import Band, TokenLayout
 
 pytestmark = pytest.mark.skipif(build.fault() is not None, reason=f"no kernel here: {build.fault()}")
@@ -81,6 +91,11 @@ def table(batch: int, heads: int) -> DistanceBias:
     return DistanceBias(torch.randn(heads, 70), positions(batch)[:, -3:], positions(batch), first=-4)
 
 
+def profiles(rows: Tensor, side: str, beyond: str) -> QueryDistanceBias:
+    at = positions(rows.shape[0])
+    return QueryDistanceBias(rows, torch.randn(1, 4, 70), at[:, -3:], at, -4, side, beyond)  # type: ignore[arg-type]
+
+
 KINDS: dict[str, Callable[[int, int], Bias]] = {
     "table": table,
     "levels": lambda b, h: levels_of(torch.rand(b, h, KEYS), torch.rand(b, h, 3), "linear"),
@@ -89,6 +104,8 @@ KINDS: dict[str, Callable[[int, int], Bias]] = {
     "curved steps": lambda b, h: LevelBias.of_steps(
         torch.rand(b, h, KEYS), torch.rand(b, h, 3), start=KEYS - 3, queries=3, curve="log1p_square"
     ),
+    "profiles": lambda b, h: profiles(torch.randn(b, h, 3, 4), "query", "clamp"),
+    "profiles of keys": lambda b, h: profiles(torch.randn(b, h, KEYS, 4), "key", "zero"),
     "lines": lambda b, h: lines(
         b, h, DistanceBias(torch.linspace(0, 1, KEYS)[None], positions(b)[:, -3:], positions(b))
     ),

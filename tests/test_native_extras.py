@@ -18,7 +18,7 @@ from lengthwise.attention import reference
 from lengthwise.attention.backend import Plan
 from lengthwise.attention.call import AttentionCall, checked_call
 from lengthwise.attention.native import build, tiles
-from lengthwise.bias import Bias, DistanceBias, LevelBias, LineBias, SumBias
+from lengthwise.bias import Bias, DistanceBias, LevelBias, LineBias, QueryDistanceBias, SumBias
 from lengthwise.token_layout import Band, TokenLayout
 
 pytestmark = pytest.mark.skipif(build.fault() is not None, reason=f"no kernel here: {build.fault()}")
@@ -151,7 +151,7 @@ def make_terms(pick: random.Random, batch: int, heads: int, layout: TokenLayout)
     """The tensors of a bias, and the bias that is made of them."""
     sum_of = pick.choice([0, 1, 1, 1, 2, 4])
     follows = layout.facts is not None and layout.facts.offsets is not None
-    known = ["level", "log level", "table", "lines"] if follows else ["level", "log level"]
+    known = ["level", "log level", "table", "lines", "profiles"] if follows else ["level", "log level"]
     kinds = [pick.choice(known) for _ in range(sum_of)]
     tensors: Tensors = {}
     makers = []
@@ -178,6 +178,12 @@ def make_term(
     if kind == "table":
         first = pick.choice([0, 0, -20, 5])
         return {"table": torch.randn(shape[1], 71)}, lambda t: DistanceBias(t["table"], query, key, first)
+    if kind == "profiles":
+        side, beyond, first = pick.choice(["query", "key"]), pick.choice(["clamp", "zero"]), pick.choice([0, -20, 5])
+        count, length = pick.choice([3, 16, 21]), pick.choice([1, 40, 400])
+        own = {"rows": torch.randn(*shape, queries if side == "query" else keys, count)}
+        own |= {"profiles": torch.randn(pick.choice([1, heads]), count, length) / count**0.5}
+        return own, lambda t: QueryDistanceBias(t["rows"], t["profiles"], query, key, first, side, beyond)
     if kind == "lines":
         curve = torch.rand(1, keys + queries + 120).cumsum(1) / 30
         own = {"curve": curve, "factor": torch.rand(shape[0], queries), "lines slope": torch.randn(heads, 6)}

@@ -62,7 +62,8 @@ def as_functions(views):
 
 
 @pytest.mark.parametrize(
-    "case", ["kerple", "alibi", "cable", "k-cable", "fire-short", "function", "t5", "dapev2-cable"]
+    "case",
+    ["kerple", "alibi", "cable", "k-cable", "fire-short", "function", "t5", "inkling", "deberta", "dapev2-cable"],
 )
 def test_numbers_read_from_the_page_are_those_of_the_tensors(browser, tmp_path, case):
     found = views(case) if case != "function" else as_functions(views("kerple"))

@@ -175,6 +175,12 @@ def described_things() -> dict[str, lw.Bias | lw.Rescore]:
     )
     return {
         "DistanceBias": distance,
+        "QueryDistanceBias": lw.QueryDistanceBias(
+            torch.randn(2, 3, QUERIES, 4, generator=g), torch.randn(1, 4, 6, generator=g), query, key, first=-2
+        ),
+        "QueryDistanceBias of keys": lw.QueryDistanceBias(
+            torch.randn(1, 1, KEYS, 4, generator=g), torch.randn(3, 4, 3, generator=g), query, key, 0, "key", "zero"
+        ),
         "LevelBias": levels,
         "LevelBias of steps": lazy,
         "LevelBias in two floats": lw.LevelBias(high[..., 4:], high, slope, query_rest=low[..., 4:], key_rest=low),

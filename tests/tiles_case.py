@@ -20,6 +20,7 @@ from lengthwise.bias import (
     FunctionBias,
     LevelBias,
     LineBias,
+    QueryDistanceBias,
     SumBias,
     at_least_float32,
     registered,
@@ -99,6 +100,14 @@ def lines(t: Tensors) -> Bias:
     return LineBias(DistanceBias(t["curve"], t["query"], t["key"]), t["factor"], knots, slope, intercept)
 
 
+def profiles(t: Tensors) -> Bias:
+    return QueryDistanceBias(t["rows"], t["profiles"], t["query"], t["key"])
+
+
+def profiles_of_keys(t: Tensors) -> Bias:
+    return QueryDistanceBias(t["rows"], t["profiles"], t["query"], t["key"], -20, "key", "zero")
+
+
 def function(t: Tensors) -> Bias:
     return FunctionBias(kernel_tile, (t["query"], t["key"], t["inner"], t["outer"]))
 
@@ -123,6 +132,8 @@ KINDS: dict[str, Callable[[Tensors], Bias | None]] = {
     "curved level": curved_level,
     "level in two": level_in_two,
     "lines": lines,
+    "profiles": profiles,
+    "profiles of keys": profiles_of_keys,
     "function": function,
     "dense": dense,
     "one-head dense": dense,
@@ -242,6 +253,10 @@ def of_bias(kind: str, batch: int, keys: int, rows: slice) -> Tensors:
     elif kind == "lines":
         x["curve"] = torch.rand(1, 61).cumsum(1) / 10
         x["factor"], x["line"], x["intercept"] = torch.rand(1, queries), torch.randn(HEADS, 4), torch.randn(HEADS, 1)
+    elif kind == "profiles":
+        x["rows"], x["profiles"] = torch.randn(batch, HEADS, queries, 3), torch.randn(1, 3, 41)
+    elif kind == "profiles of keys":
+        x["rows"], x["profiles"] = torch.randn(batch, 1, keys, 3), torch.randn(HEADS, 3, 41)
     elif kind == "function":
         x["inner"], x["outer"] = torch.randn(11), torch.randn(11, HEADS)
     elif kind in ("dense", "one-head dense"):

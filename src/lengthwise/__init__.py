@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         FunctionBias,
         LevelBias,
         LineBias,
+        QueryDistanceBias,
         SumBias,
         registered,
     )
@@ -35,6 +36,7 @@ _HOMES = {
     "LevelBias": "bias",
     "LineBias": "bias",
     "PositionError": "token_layout",
+    "QueryDistanceBias": "bias",
     "Rescore": "rescore",
     "ScoreFunction": "rescore",
     "SumBias": "bias",
@@ -64,6 +66,7 @@ __all__ = [
     "LevelBias",
     "LineBias",
     "PositionError",
+    "QueryDistanceBias",
     "Rescore",
     "ScoreFunction",
     "SumBias",

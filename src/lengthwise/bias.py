@@ -259,12 +259,7 @@ class DistanceBias(Bias):
 
     def __post_init__(self) -> None:
         check_tensor("table", self.table, ("head", "distance"), "floating-point")
-        for name in ("query", "key"):
-            positions = getattr(self, name)
-            if isinstance(positions, Tensor) and positions.ndim == 1:
-                object.__setattr__(self, name, positions[None])
-            check_tensor(name, getattr(self, name), ("batch or 1", "position"), "integer")
-        check_broadcast("query and key", (self.query.shape[0], self.key.shape[0]), "batch")
+        _check_positions(self)
         if self.table.shape[1] == 0:
             raise ValueError("a DistanceBias's table must have at least one distance, got none")
 
@@ -286,10 +281,7 @@ class DistanceBias(Bias):
     def first_sequence(self) -> "DistanceBias":
         """Without the distances at the table's end that the first sequence does not have."""
         own = super().first_sequence()
-        if not own.query.numel() or not own.key.numel():
-            return own
-        last = max(1, int(own.query.max() - own.key.min()) - own.first + 1)
-        return own.rebuilt({"table": at_least_float32(own.table[:, :last])})
+        return own.rebuilt({"table": _reached(own, own.table)})
 
     def tile(self, rows: Index, columns: Index) -> Float[Tensor, "#batch head row column"]:
         """A part of the matrix, in float32 or better."""
@@ -298,9 +290,109 @@ class DistanceBias(Bias):
         return picked_columns(at_least_float32(self.table), index).transpose(0, 1)
 
 
+def _check_positions(bias: "DistanceBias | QueryDistanceBias") -> None:
+    """An error unless query and key are positions of as many sequences; positions of one become a row."""
+    for name in ("query", "key"):
+        positions = getattr(bias, name)
+        if isinstance(positions, Tensor) and positions.ndim == 1:
+            object.__setattr__(bias, name, positions[None])
+        check_tensor(name, getattr(bias, name), ("batch or 1", "position"), "integer")
+    check_broadcast("query and key", (bias.query.shape[0], bias.key.shape[0]), "batch")
+
+
+def _reached(bias: "DistanceBias | QueryDistanceBias", table: Tensor) -> Float[Tensor, "*axis distance"]:
+    """Some distances without those at the end that no query has to any key, in float32 or better."""
+    if not bias.query.numel() or not bias.key.numel():
+        return at_least_float32(table)
+    return at_least_float32(table[..., : max(1, int(bias.query.max() - bias.key.min()) - bias.first + 1)])
+
+
 def picked_columns(table: Float[Tensor, "head column"], index: Int[Tensor, "*shape"]) -> Float[Tensor, "head *shape"]:
     """table[:, index], with a gradient that is always summed in the same order, which indexing does not promise."""
     return table.gather(1, index.reshape(1, -1).expand(table.shape[0], -1)).view(table.shape[0], *index.shape)
+
+
+Side = Literal["query", "key"]
+"""Whose vectors meet the profiles."""
+
+Beyond = Literal["clamp", "zero"]
+"""What a distance outside of a table has: its end, or nothing."""
+
+FEW_ROWS = 4
+"""Up to so many queries meet a column of the profiles each, instead of all keys all columns: as in decoding."""
+
+
+@described
+@dataclass(frozen=True, eq=False)
+class QueryDistanceBias(Bias):
+    """bias[b, h, i, j] = rows[b, h, i] . profiles[h, :, query[b, i] - key[b, j] - first], a mix of curves by distance.
+
+    Every query mixes the profiles anew; with side="key" every key does, with rows[b, h, j]. Distances beyond the
+    profiles have their ends, or with beyond="zero" no bias.
+    """
+
+    rows: Float[Tensor, "#batch #head token profile"]
+    profiles: Float[Tensor, "#head profile distance"]
+    query: Int[Tensor, "#batch query"]
+    key: Int[Tensor, "#batch key"]
+    first: int = 0
+    side: Side = "query"
+    beyond: Beyond = "clamp"
+
+    _by_sequence: ClassVar = ("rows", "query", "key")
+
+    def __post_init__(self) -> None:
+        check_choice("side", self.side, get_args(Side))
+        check_choice("beyond", self.beyond, get_args(Beyond))
+        _check_positions(self)
+        tokens = getattr(self, self.side).shape[1]
+        check_tensor("profiles", self.profiles, ("head or 1", "profile", "distance"), "floating-point")
+        axes = ("batch or 1", "head or 1", tokens, self.profiles.shape[1])
+        check_tensor("rows", self.rows, axes, "floating-point", f"One for each {self.side}.")
+        check_broadcast("rows and profiles", (self.rows.shape[1], self.profiles.shape[0]), "heads")
+        check_broadcast("rows and positions", [x.shape[0] for x in (self.rows, self.query, self.key)], "batch")
+        if self.profiles.shape[2] == 0:
+            raise ValueError("a QueryDistanceBias's profiles must have at least one distance, got none")
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch or 1, head or 1, query, key)."""
+        batch = max(x.shape[0] for x in (self.rows, self.query, self.key))
+        heads = max(self.rows.shape[1], self.profiles.shape[0])
+        return batch, heads, self.query.shape[1], self.key.shape[1]
+
+    def positions(self) -> tuple[Tensor, Tensor]:
+        """Queries' and keys'."""
+        return self.query, self.key
+
+    def first_sequence(self) -> "QueryDistanceBias":
+        """Without the distances at the profiles' end that the first sequence does not have."""
+        own = super().first_sequence()
+        return own.rebuilt({"rows": at_least_float32(own.rows), "profiles": _reached(own, own.profiles)})
+
+    def tile(self, rows: Index, columns: Index) -> Float[Tensor, "#batch #head row column"]:
+        """A part of the matrix, in float32 or better."""
+        distance = self.query[:, rows, None] - self.key[:, None, columns] - self.first
+        index = distance.clamp(0, self.profiles.shape[2] - 1)
+        own, profiles = at_least_float32(self.rows), at_least_float32(self.profiles)
+        dtype = torch.promote_types(own.dtype, profiles.dtype)
+        own, profiles = own[:, :, rows if self.side == "query" else columns].to(dtype), profiles.to(dtype)
+        if self.side == "query":
+            value = _picked_distances(own @ profiles, index)
+        elif index.shape[1] <= FEW_ROWS and not torch.compiler.is_compiling():
+            met = picked_columns(profiles.flatten(0, 1), index).unflatten(0, profiles.shape[:2])
+            value = (own[:, :, None] * met.permute(2, 0, 3, 4, 1)).sum(-1)
+        else:
+            value = _picked_distances(own @ profiles, index.transpose(1, 2)).transpose(2, 3)
+        return value if self.beyond == "clamp" else value.where((distance == index)[:, None], 0)
+
+
+def _picked_distances(
+    values: Float[Tensor, "#batch head token distance"], index: Int[Tensor, "#batch token other"]
+) -> Float[Tensor, "#batch head token other"]:
+    """values[b, h, n, index[b, n, m]], with a gradient that is always summed in the same order."""
+    batch, heads = max(values.shape[0], index.shape[0]), values.shape[1]
+    return values.expand(batch, -1, -1, -1).gather(3, index[:, None].expand(batch, heads, -1, -1))
 
 
 Curve = Literal["linear", "log1p_square"]

@@ -24,7 +24,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lengthwise.attention.visibility import Visibility
-from lengthwise.bias import Bias, DistanceBias, LevelBias
+from lengthwise.bias import Bias, DistanceBias, LevelBias, QueryDistanceBias
 from lengthwise.errors import check_flag, check_int, describe
 from lengthwise.rescore import Rescore
 from lengthwise.token_layout import Band, TokenLayout, Window, check_per_key
@@ -132,7 +132,7 @@ class AttentionCall:
         """Whether nothing but q.k makes the scores and the softmax."""
         return all(x is None for x in (self.bias, self.rescore, self.softcap, self.logit_scale, self.sink))
 
-    def slot_offsets(self, bias: DistanceBias) -> tuple[int, ...] | None:
+    def slot_offsets(self, bias: DistanceBias | QueryDistanceBias) -> tuple[int, ...] | None:
         """`Facts.offsets` of the positions that a bias holds, which may be other than the layout's."""
         layout = self.layout
         if layout.facts is not None and bias.query is layout.query and bias.key is layout.key:

@@ -27,6 +27,7 @@ from lengthwise.bias import (
     DistanceBias,
     LevelBias,
     LineBias,
+    QueryDistanceBias,
     SumBias,
     at_least_float32,
     two_floats,
@@ -157,6 +158,26 @@ def distance_entry(bias: DistanceBias, call: AttentionCall) -> Entry:
     return entry
 
 
+def profile_entry(bias: QueryDistanceBias, call: AttentionCall) -> Entry:
+    """rows . profiles[:, query - key - first], profile by profile."""
+    rows = _looked_up(at_least_float32(bias.rows).transpose(2, 3)).expand(call.batch, call.heads, -1, -1)
+    profiles = _looked_up(at_least_float32(bias.profiles)).expand(call.heads, -1, -1)
+    rows, profiles = _static(rows), _static(profiles)
+    query, key = _per_sequence(bias.query, call), _per_sequence(bias.key, call)
+    first, last = (_number(x, call) for x in (bias.first, bias.profiles.shape[2] - 1))
+    count, of_queries, is_zero = bias.profiles.shape[1], bias.side == "query", bias.beyond == "zero"
+
+    def entry(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        distance = query[b, i] - key[b, j] - first
+        index, token = distance.clamp(min=0).minimum(last), i if of_queries else j
+        total = rows[b, h, 0, token] * profiles[h, 0, index]
+        for n in range(1, count):
+            total = total + rows[b, h, n, token] * profiles[h, n, index]
+        return torch.where(distance == index, total, 0.0) if is_zero else total
+
+    return entry
+
+
 def level_entry(bias: LevelBias, call: AttentionCall) -> Entry:
     """-slope curve(|query_level - key_level|); a float64 level is two float32, so that kernels stay in float32."""
     bias = bias.summed()
@@ -205,6 +226,7 @@ def dense_entry(bias: DenseBias, call: AttentionCall) -> Entry:
 
 ENTRIES: dict[type[Bias], Callable[..., Entry]] = {
     DistanceBias: distance_entry,
+    QueryDistanceBias: profile_entry,
     LevelBias: level_entry,
     LineBias: line_entry,
     DenseBias: dense_entry,

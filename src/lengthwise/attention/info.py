@@ -17,6 +17,7 @@ from lengthwise.bias import (
     Index,
     LevelBias,
     LineBias,
+    QueryDistanceBias,
     SumBias,
     registered,
 )
@@ -104,6 +105,12 @@ def _table(positions: Tensor) -> DistanceBias:
     return DistanceBias(table, positions, positions)
 
 
+def _profiles(positions: Tensor) -> QueryDistanceBias:
+    rows = torch.linspace(-1, 1, HEADS * LENGTH * 3).view(1, HEADS, LENGTH, 3).requires_grad_()
+    profiles = torch.linspace(1, -2, 3 * 9).view(1, 3, 9).requires_grad_()
+    return QueryDistanceBias(rows, profiles, positions, positions)
+
+
 def _levels(positions: Tensor) -> LevelBias:
     level = positions[None].double()
     return LevelBias(level, level, torch.full((1, HEADS, 1), 0.5).requires_grad_())
@@ -142,6 +149,7 @@ def _network() -> HeadNetwork:
 CALLS: dict[str, Callable[[], AttentionCall]] = {
     "no bias": _call,
     "DistanceBias": lambda: _call(_table),
+    "QueryDistanceBias": lambda: _call(_profiles),
     "LevelBias": lambda: _call(_levels),
     "LineBias": lambda: _call(_lines),
     "FunctionBias": lambda: _call(_function),

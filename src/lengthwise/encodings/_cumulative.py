@@ -10,7 +10,6 @@ differences inside one are ever read, and it stays monotone.
 from abc import abstractmethod
 from typing import ClassVar, cast
 
-import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from lengthwise.encodings.base import (
     checked_count,
     checked_tokens,
     project,
+    query_tokens,
     reset_linear,
 )
 from lengthwise.errors import check_tensor, describe
@@ -79,9 +79,9 @@ class StepEncoding(Encoding):
                 f"{layout.key_count} keys; the layout must have the positions of all keys, old and new"
             )
         step = self._checked_step(x, layout.key_count, state)
-        own = x if state is not None or x.shape[1] == queries else _rows(x, start, queries)
+        own = self.slope(query_tokens(x, layout))
         return LevelBias.of_steps(
-            step, self.slope(own), start=start, queries=queries, curve=self.curve, rising=self.geometry.causal
+            step, own, start=start, queries=queries, curve=self.curve, rising=self.geometry.causal
         )
 
     def _checked_step(self, x: Tokens, keys: int, state: State | None) -> Float[Tensor, "batch head key"]:
@@ -116,10 +116,3 @@ class SlopedStepEncoding(StepEncoding):
     def slope(self, x: Tokens) -> Levels:
         """softplus(W_s x + b_s)."""
         return F.softplus(project(self.to_slope, x))
-
-
-def _rows(x: Tokens, start: int | Tensor, count: int) -> Tokens:
-    """The tokens of the queries among those of all keys."""
-    if isinstance(start, Tensor):
-        return x.index_select(1, start + torch.arange(count, device=x.device))
-    return x[:, start : start + count]

@@ -7,18 +7,21 @@ bias(x, layout, state)         described, added to the scores
 rescore(x, layout, state)      described, instead of the scores
 logit_scale(x, layout)         a factor on the scores of each row
 sink(x)                        a logit that takes weight and gives no value
+
+Where `uses_qk` says so, `state` and `bias` also get the queries and keys of the new tokens, before they are rotated.
 """
 
 import inspect
 from dataclasses import dataclass
 from typing import ClassVar, Literal, cast
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from lengthwise.bias import Bias, at_least_float32, without_autocast
-from lengthwise.errors import check_flag, check_int, describe
+from lengthwise.errors import check_flag, check_int, check_tensor, describe
 from lengthwise.rescore import Rescore
 from lengthwise.token_layout import TokenLayout
 
@@ -63,6 +66,8 @@ class Encoding(nn.Module):
     """Whether its bias comes from positions alone: then layers that share it need to build it only once."""
     length_dependent: bool = False
     """Whether `rotate` changes as a sequence grows: then a cache must hold keys that are not yet turned."""
+    uses_qk: ClassVar[bool] = False
+    """Whether `state` and `bias` take the layer's own queries and keys, `q=` and `k=`, of the new tokens."""
     tables: ClassVar[tuple[str, ...]] = ()
     """Its learned tables by name: each entry is a number of its own, which weight decay would only pull to 0."""
 
@@ -115,6 +120,10 @@ class Encoding(nn.Module):
     def sink(self, x: Tokens) -> Float[Tensor, " head"] | Float[Tensor, "#batch head query"] | None:
         """A logit per head, or per row, that takes weight and gives no value."""
         return None
+
+    def own_qk(self, q: Tensor, k: Tensor) -> dict[str, Tensor]:
+        """The keywords by which `state` and `bias` get the layer's queries and keys, if they use them."""
+        return {"q": q, "k": k} if self.uses_qk else {}
 
     @property
     def limit(self) -> int | None:
@@ -172,6 +181,29 @@ def checked_count(x: Tokens, positions: Int[Tensor, "#batch position"], of: str)
         )
     if positions.shape[0] not in (1, x.shape[0]):
         raise ValueError(f"the layout must be of x's {x.shape[0]} sequences, or of 1 for all, got {positions.shape[0]}")
+
+
+def checked_heads(
+    name: str, x: Tensor | None, geometry: AttentionShape, count: int
+) -> Float[Tensor, "batch head token dim"]:
+    """The layer's queries or keys, or an error unless there are so many."""
+    axes = ("batch", "head", count, geometry.head_dim)
+    check_tensor(name, x, axes, "floating-point", "Give the layer's own: **encoding.own_qk(q, k).")
+    assert x is not None
+    if x.shape[1] == 0 or geometry.heads % x.shape[1]:
+        raise ValueError(f"{name} must have {geometry.heads} heads, or as many as divide that, got {x.shape[1]}")
+    return x
+
+
+def query_tokens(x: Tokens, layout: TokenLayout) -> Tokens:
+    """The tokens of the queries: x, or a part of it where it has those of all keys."""
+    start, count = layout.start, layout.query_count
+    if x.shape[1] == count:
+        return x
+    checked_count(x, layout.key, "key")
+    if isinstance(start, Tensor):
+        return x.index_select(1, start + torch.arange(count, device=x.device))
+    return x[:, start : start + count]
 
 
 def project(layer: nn.Linear, x: Tokens) -> Float[Tensor, "batch head position"]:

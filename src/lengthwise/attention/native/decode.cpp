@@ -59,12 +59,21 @@ struct Levels {
   Array<double, 2> key;
 };
 
+// rows[i] . profiles[:, query - key - first], or with the rows of the keys; beyond the ends the nearest, or nothing
+struct Profiles {
+  Array<float, 3> rows;
+  Array<float, 2> profiles;  // head, profile
+  int64_t count, length, first, of_keys, is_zero;
+  Array<int64_t, 2> query;
+  Array<int64_t, 1> key;
+};
+
 // value[i, j]
 struct Dense {
   Array<float, 3> value;
 };
 
-enum Kind { TABLE = 0, LINES = 1, LEVELS = 2, DENSE = 3 };
+enum Kind { TABLE = 0, LINES = 1, LEVELS = 2, DENSE = 3, PROFILES = 4 };
 enum Curve { LINEAR = 0, LOG1P_SQUARE = 1 };
 
 struct Term {
@@ -74,6 +83,7 @@ struct Term {
     Lines lines;
     Levels levels;
     Dense dense;
+    Profiles profiles;
   };
 };
 
@@ -176,19 +186,55 @@ struct Row {
   std::vector<float> out;
 };
 
+// Whether keys follow one another.
+bool are_rising(const int64_t* key, long count) {
+  bool rising = true;
+  for (long j = 0; j < count; ++j) rising &= key[j] == key[0] + j;
+  return rising;
+}
+
 // The table's entries for a row on keys that follow one another.
 void look_up(const Table& t, long batch, long head, long i, long column, long count, float* to) {
   const float* entries = t.entries.at(head);
   const int64_t* key = t.key.at(batch) + column;
   const int64_t query = *t.query.at(batch, i) - t.first, last = t.length - 1;
-  bool rising = true;
-  for (long j = 0; j < count; ++j) rising &= key[j] == key[0] + j;
   const int64_t nearest = query - key[0] - (count - 1);
-  if (rising && nearest >= 0 && query - key[0] <= last) {
+  if (are_rising(key, count) && nearest >= 0 && query - key[0] <= last) {
     const float* from = entries + nearest;
     for (long j = 0; j < count; ++j) to[j] = from[count - 1 - j];
   } else {
     for (long j = 0; j < count; ++j) to[j] = entries[std::min(std::max<int64_t>(query - key[j], 0), last)];
+  }
+}
+
+// Add to each score what its query, or its key, mixes of the profiles at their distance.
+void add_mixed(const Profiles& p, long batch, long head, long i, long column, long count, float* scores) {
+  const float* profiles = p.profiles.at(head);
+  const int64_t* key = p.key.at(batch) + column;
+  const int64_t query = *p.query.at(batch, i) - p.first, last = p.length - 1, step = p.profiles.strides[1];
+  const int64_t nearest = query - key[0] - (count - 1);
+  if (!p.of_keys && nearest >= 0 && query - key[0] <= last && are_rising(key, count)) {
+    const float* own = p.rows.at(batch, head, i);
+    alignas(32) float mixed[BLOCK] = {};
+    for (long n = 0; n < p.count; ++n) {
+      const float* from = profiles + n * step + nearest;
+      for (long j = 0; j < count; ++j) mixed[j] += own[n] * from[j];
+    }
+    for (long j = 0; j < count; ++j) scores[j] += mixed[count - 1 - j];
+    return;
+  }
+  int64_t at = -1;
+  float value = 0;
+  for (long j = 0; j < count; ++j) {
+    const int64_t place = query - key[j], inside = std::min(std::max<int64_t>(place, 0), last);
+    if (p.is_zero && inside != place) continue;
+    if (p.of_keys || inside != at) {
+      const float* own = p.rows.at(batch, head, p.of_keys ? column + j : i);
+      value = 0;
+      for (long n = 0; n < p.count; ++n) value += own[n] * profiles[n * step + inside];
+      at = inside;
+    }
+    scores[j] += value;
   }
 }
 
@@ -277,6 +323,8 @@ struct Added {
       float found[BLOCK];
       look_up(term.table, batch, head, i, column, count, found);
       for (long j = 0; j < count; ++j) scores[j] += found[j];
+    } else if (term.kind == PROFILES) {
+      add_mixed(term.profiles, batch, head, i, column, count, scores);
     } else if (term.kind == LINES) {
       const Lines& of = term.lines;
       float x[BLOCK];

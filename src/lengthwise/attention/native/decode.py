@@ -9,11 +9,11 @@ from torch import Tensor
 from lengthwise.attention.backend import Output, Plan, Refusal, finite_inputs
 from lengthwise.attention.call import AttentionCall
 from lengthwise.attention.native import build
-from lengthwise.bias import Bias, DistanceBias, LevelBias, LineBias, SumBias
+from lengthwise.bias import Bias, DistanceBias, LevelBias, LineBias, QueryDistanceBias, SumBias
 
 PRECISIONS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CURVES = {"linear": 0, "log1p_square": 1}
-TABLE, LINES, LEVELS, DENSE = range(4)
+TABLE, LINES, LEVELS, DENSE, PROFILES = range(5)
 FAR = 2**31
 """Further than any key is away: no end of a band, and more than any window needs."""
 
@@ -83,6 +83,8 @@ def _flattened(bias: Bias) -> list[Bias]:
 def _term(bias: Bias, call: AttentionCall, held: Held) -> bytes:
     if isinstance(bias, DistanceBias):
         numbers = (TABLE, *_table(bias, held))
+    elif isinstance(bias, QueryDistanceBias):
+        numbers = (PROFILES, *_profiles(bias, held))
     elif isinstance(bias, LevelBias):
         numbers = (LEVELS, *_levels(bias, held))
     elif isinstance(bias, LineBias):
@@ -100,6 +102,13 @@ def _table(bias: DistanceBias, held: Held) -> Numbers:
     entries = _row_by_row(bias.table, torch.float32, held)
     query, key = _row_by_row(bias.query, torch.int64, held), _row_by_row(bias.key, torch.int64, held)
     return (*_array(entries, 1), entries.shape[1], bias.first, *_array(query, 2), *_array(key, 1))
+
+
+def _profiles(bias: QueryDistanceBias, held: Held) -> Numbers:
+    rows, profiles = (_row_by_row(x, torch.float32, held) for x in (bias.rows, bias.profiles))
+    query, key = _row_by_row(bias.query, torch.int64, held), _row_by_row(bias.key, torch.int64, held)
+    sizes = (*profiles.shape[1:], bias.first, bias.side == "key", bias.beyond == "zero")
+    return (*_array(rows, 3), *_array(profiles, 2), *sizes, *_array(query, 2), *_array(key, 1))
 
 
 def _levels(bias: LevelBias, held: Held) -> Numbers:

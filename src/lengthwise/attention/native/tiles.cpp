@@ -5,6 +5,7 @@
 //   scores[i, j]  = logit_scale[i] (content[i, j] + the sum of the terms of the bias)
 //                   for the keys in one of row i's intervals that are not hidden as padding
 //   a term        = strip[j - i + queries - 1],
+//                   or rows[i] . profiles[:, j - i + ...], or the same with rows[j]: profiles.h,
 //                   or -slope[i] curve(query_level[i] - key_level[j]), where the curve of d is |d| or log(1 + d^2),
 //                   or line_slope[n] x + line_start[n] with x = factor[i] strip[j - i + queries - 1], n knots being <= x
 //
@@ -15,6 +16,7 @@
 
 #include <cmath>
 
+#include "profiles.h"
 #include "softcap.h"
 #include "vectors.h"
 
@@ -41,12 +43,15 @@ float length_of(const float* x, long dim) { return std::sqrt(dot(x, x, dim)) * 1
 struct TermRecord {
   int64_t kind, learned, strip_batches, strip_heads, level_batches, level_heads;
   int64_t slope_batches, slope_heads, slope_queries, factor_batches, knot_count;
+  int64_t row_batches, row_heads, profile_heads, profile_count, profile_length, of_keys, is_zero, origin_batches;
   const float* strip;
   const double *query_level, *key_level;
   const float *slope, *factor, *knots, *line_slope, *line_start;
+  const float *rows, *by_profile, *by_distance;  // (.., token, profile), (head, profile, distance), (head, distance, profile)
+  const int64_t* origin;
   float* d_strip;
   double *d_query_level, *d_key_level;
-  float *d_slope, *d_factor, *d_line_slope, *d_line_start;
+  float *d_slope, *d_factor, *d_line_slope, *d_line_start, *d_rows, *d_profiles;
 };
 
 struct Problem {
@@ -65,7 +70,7 @@ struct Problem {
 
 namespace {
 
-enum Kind { STRIP = 1, LEVEL = 2, LOG_LEVEL = 3, LINE = 4 };
+enum Kind { STRIP = 1, LEVEL = 2, LOG_LEVEL = 3, LINE = 4, PROFILE = 5 };
 constexpr int LINES = 256;  // at most so many, which Python sees to
 
 // No less than e^x, and NaN for NaN: far below what counts, where numbers are denormal and slow, it stays at one value.
@@ -105,6 +110,8 @@ struct Levels {
   }
 };
 
+using Profiles = Mixture<ROWS, COLUMNS>;
+
 // The gradients of slopes and intercepts, by line.
 struct LineSums {
   v8 slope[LINES], start[LINES];
@@ -119,6 +126,7 @@ struct Tile {
   alignas(32) float content[COLUMNS], bias[COLUMNS], fall[COLUMNS];  // fall: how much of content's gradient passes
   alignas(32) int32_t hidden[COLUMNS];  // -1 where padding hides a key
   bool holes;
+  Profiles::Tile mixed[TERMS];
 };
 
 // One term of the bias for one head of one sequence.
@@ -132,6 +140,9 @@ struct Term {
   const float *factor = nullptr, *line_slope = nullptr, *line_start = nullptr;
   std::vector<float> strip_most;   // the largest entry so far away or more
   std::vector<double> level_most;  // the highest level up to the end of a block
+  Profiles profiles;
+  float profile_most = 0;       // the length of the longest column of the profiles
+  std::vector<float> row_most;  // of rows of keys, the length of the longest up to the end of a block
 
   Term(const Problem& p, const TermRecord& r, long batch, long head)
       : record(&r), kind(r.kind), queries(p.queries), keys(p.keys), index(batch * p.heads + head) {
@@ -141,6 +152,17 @@ struct Term {
       factor = r.factor + (r.factor_batches > 1 ? batch : 0) * queries;
       line_slope = r.line_slope + head * (r.knot_count + 1);
       line_start = r.line_start + head * (r.knot_count + 1);
+    } else if (kind == PROFILE) {
+      const long tokens = r.of_keys ? keys : queries, size = r.profile_count * r.profile_length;
+      const long shared = (r.profile_heads > 1 ? head : 0) * size;
+      profiles.rows = r.rows + row(r.row_batches, r.row_heads) * tokens * r.profile_count;
+      profiles.by_profile = r.by_profile + shared;
+      profiles.by_distance = r.by_distance + shared;
+      profiles.count = r.profile_count, profiles.length = r.profile_length;
+      profiles.origin = r.origin[r.origin_batches > 1 ? batch : 0];
+      profiles.of_keys = r.of_keys, profiles.is_zero = r.is_zero;
+      if (r.d_rows) profiles.d_rows = r.d_rows + index * tokens * r.profile_count;
+      if (r.d_profiles) profiles.d_profiles = r.d_profiles + index * size;
     } else if (is_level()) {
       query_level = r.query_level + row(r.level_batches, r.level_heads) * queries;
       key_level = r.key_level + row(r.level_batches, r.level_heads) * keys;
@@ -160,11 +182,27 @@ struct Term {
 
   float at(long i, long j) const {
     if (kind == STRIP) return *along(i, j);
+    if (kind == PROFILE && profiles.is_zero && !profiles.is_inside(profiles.column_of(i, j))) return 0;
+    if (kind == PROFILE) return profiles.dot(row_of(i, j), profiles.profile(i, j));
     return is_level() ? -slope_of(i) * float(curve(query_level[i] - key_level[j])) : 0;
   }
 
+  const float* row_of(long i, long j) const { return profiles.rows + (profiles.of_keys ? j : i) * profiles.count; }
+  float row_length(long i, long j) const { return length_of(row_of(i, j), profiles.count); }
+
   template <class Hidden>
   void bound(long blocks, Hidden hidden) {
+    if (kind == PROFILE) {
+      for (long u = 0; u < profiles.length; ++u) {
+        const float own = length_of(profiles.by_distance + u * profiles.count, profiles.count);
+        if (!(own <= profile_most)) profile_most = own;
+      }
+      row_most.assign(profiles.of_keys ? blocks : 0, 0);
+      for (long j = 0; profiles.of_keys && j < keys; ++j)
+        if (const float own = hidden(j) ? 0 : row_length(0, j); !(own <= row_most[j / COLUMNS])) row_most[j / COLUMNS] = own;
+      for (long block = 1; profiles.of_keys && block < blocks; ++block)
+        if (!(row_most[block] >= row_most[block - 1])) row_most[block] = row_most[block - 1];
+    }
     if (kind == STRIP) {
       strip_most.resize(queries + keys);
       float most = -INF;
@@ -185,14 +223,31 @@ struct Term {
   float ceiling(long i, long block) const {
     const long last = std::min<long>((block + 1) * COLUMNS, keys) - 1;
     if (kind == STRIP) return strip_most[last - i + queries - 1];
+    if (kind == PROFILE) return profile_most * (profiles.of_keys ? row_most[block] : row_length(i, 0));
     const double above = query_level[i] - level_most[block];
     const float steep = slope_of(i);
     if (!(steep >= 0)) return INF;
     return above > 0 ? float(-double(steep) * curve(above)) : (above == above ? 0 : float(above));
   }
 
-  // How much a level's gradient can be of that of a score.
-  float steepness(long i) const { return is_level() ? slope_of(i) : 1.0f; }
+  // How much the gradient of a level, a profile or a key's row can be of that of a score on a block of keys.
+  float steepness(long i, long block) const {
+    if (kind != PROFILE) return is_level() ? slope_of(i) : 1.0f;
+    return profiles.of_keys ? std::max(row_most[block], profile_most) : row_length(i, 0);
+  }
+
+  // And how much it is of the score on the key in the own slot, at least.
+  float own_steepness(long i, long slot) const {
+    if (kind != PROFILE) return steepness(i, 0);
+    const float profile = length_of(profiles.profile(i, slot), profiles.count);
+    return profiles.of_keys ? std::min(row_length(i, slot), profile) * 0.99f : row_length(i, 0);
+  }
+
+  // By how much more than its own key a block of keys can weigh in the gradient of a query's row.
+  float row_weight(long i, long slot) const {
+    if (kind != PROFILE || profiles.of_keys) return 1;
+    return std::max(1.0f, 1.01f * profile_most / length_of(profiles.profile(i, slot), profiles.count));
+  }
 
   void take_levels(long start, long row, long column, Levels& levels) const {
     const long count = std::min<long>(COLUMNS, keys - column);
@@ -231,8 +286,8 @@ struct Term {
   // Add m times the bias of a row to `to`; backward, remember the curve of the levels.
   template <bool BACKWARD>
   void add(float* to, float m, long r, long column, Tile& tile, int n) const {
-    if (kind == STRIP) {
-      const float* b = along(r, column);
+    if (kind == STRIP || kind == PROFILE) {
+      const float* b = kind == STRIP ? along(r, column) : tile.mixed[n].bias + (r - tile.mixed[n].row) * Profiles::STEP;
       const v8 factor = all(m);
       for (long j = 0; j < COLUMNS; j += 8) store(to + j, load(to + j) + factor * load(b + j));
     } else if (kind == LEVEL) {
@@ -273,6 +328,12 @@ struct Term {
 
   // The gradient of a row's scores taken into that of the bias.
   void collect(const float* d, float m, long r, long column, Tile& tile, int n, LineSums* sums) const {
+    if (kind == PROFILE) {
+      float* to = tile.mixed[n].d_bias + (r - tile.mixed[n].row) * Profiles::STEP;
+      const v8 factor = all(m);
+      for (long j = 0; j < COLUMNS; j += 8) store(to + j, factor * load(d + j));
+      return;
+    }
     if (kind == STRIP) {
       float* to = record->d_strip + index * strip_length() + (along(r, column) - strip);
       const v8 factor = all(m);
@@ -347,6 +408,8 @@ struct Head {
     logit_scale = p.logit_scale ? p.logit_scale + index * p.queries : nullptr;
     sink = p.sink ? p.sink + index * p.queries : nullptr;
     for (long n = 0; n < p.term_count; ++n) terms.emplace_back(p, p.terms[n], batch, head);
+    for (Term& term : terms)
+      if (term.kind == PROFILE && term.profiles.of_keys) pack(term.profiles.rows, term.profiles.count, term.profiles.panels);
     pack(k, p.dim, k_panels);
     if (backward) pack(v, p.value, v_panels);
     holes.assign(blocks, 0);
@@ -489,10 +552,18 @@ struct Head {
     return end;
   }
 
-  void begin_tile(long row, long block, Tile& tile) const {
-    const long column = block * COLUMNS;
+  void allocate(Tile& tile, bool backward) const {
     for (size_t n = 0; n < terms.size(); ++n)
+      if (terms[n].kind == PROFILE) tile.mixed[n].allocate(terms[n].profiles.count, backward && terms[n].record->learned);
+  }
+
+  void begin_tile(long row, long rows, long block, Tile& tile) const {
+    const long column = block * COLUMNS, count = std::min<long>(COLUMNS, p.keys - column);
+    for (size_t n = 0; n < terms.size(); ++n) {
       if (terms[n].is_level()) terms[n].take_levels(p.start, row, column, tile.levels[n]);
+      if (terms[n].kind == PROFILE)
+        terms[n].profiles.begin(tile.mixed[n], row, rows, column, count, terms[n].record->learned);
+    }
     tile.holes = holes[block];
     for (long j = 0; tile.holes && j < COLUMNS; ++j) tile.hidden[j] = column + j < p.keys && key_mask[column + j] ? 0 : -1;
   }
@@ -573,7 +644,7 @@ void forward_rows(const Head& h, long row, Tile& tile) {
     visited += COLUMNS * rows;
     product<false>(scaled.data(), p.dim, h.k_panels.data() + column * p.dim, PANEL, PANEL * p.dim, scores, COLUMNS, rows,
                    COLUMNS, p.dim, false);
-    h.begin_tile(row, b, tile);
+    h.begin_tile(row, rows, b, tile);
     for (long i = 0; i < rows; ++i) {
       float* s = scores + i * COLUMNS;
       h.score<false>(s, row + i, b, ql[i], tile);
@@ -679,7 +750,9 @@ std::vector<long> backward_starts(const Head& h, const Rests& rests) {
       of_row[i] = 0;
       float* keep = &kept[slot / COLUMNS * sorts];
       for (long g = 0; g < sorts; ++g) {
-        const float gives = g == 0 ? weight * up[i] : g == 1 ? own[i] * m * ql[i] : share * m * h.terms[g - 2].steepness(r);
+        const float gives = g == 0   ? weight * up[i]
+                            : g == 1 ? own[i] * m * ql[i]
+                                     : share * m * h.terms[g - 2].own_steepness(r, slot);
         keep[g] = std::max(keep[g], gives);
       }
     }
@@ -692,11 +765,12 @@ std::vector<long> backward_starts(const Head& h, const Rests& rests) {
         float biases;
         const float m = h.factor(r), share = at_most_exp(h.upper(r, block, ql[i], biases) - rests.lse(r));
         const float part = share * (up[i] * h.v_most[block] + std::fabs(rests.delta[r]));
-        const float wide = std::max(1.0f, h.k_most[block] / kl[i]) * (1.0f + biases);
+        float wide = std::max(1.0f, h.k_most[block] / kl[i]) * (1.0f + biases);
+        for (const Term& term : h.terms) wide *= term.row_weight(r, p.start + r);
         of_row[i] += COLUMNS * part * wide;
         fits = of_row[i] <= SMALL * own[i];
         for (long g = 0; g < sorts; ++g)
-          col[g] += g == 0 ? share * up[i] : part * m * (g == 1 ? ql[i] : h.terms[g - 2].steepness(r));
+          col[g] += g == 0 ? share * up[i] : part * m * (g == 1 ? ql[i] : h.terms[g - 2].steepness(r, block));
       }
       if (!fits) break;
     }
@@ -792,6 +866,7 @@ void backward_head(const Head& h) {
         *d_v = p.d_v + index * p.keys * p.value;
   alignas(32) float weights[ROWS * COLUMNS], d_scores[ROWS * COLUMNS];
   Tile tile;
+  h.allocate(tile, true);
   std::vector<LineTotals> lines(h.terms.size());
   for (size_t n = 0; n < lines.size(); ++n) {
     const long count = h.terms[n].kind == LINE ? h.terms[n].record->knot_count + 1 : 0;
@@ -817,7 +892,7 @@ void backward_head(const Head& h) {
     for (long b = last - 1; b >= starts[row / ROWS]; --b) {
       if (!h.meets(row, rows, b)) continue;
       const long column = b * COLUMNS, count = std::min<long>(COLUMNS, p.keys - column);
-      h.begin_tile(row, b, tile);
+      h.begin_tile(row, rows, b, tile);
       product<false>(scaled.data(), p.dim, h.k_panels.data() + column * p.dim, PANEL, PANEL * p.dim, weights, COLUMNS,
                      rows, COLUMNS, p.dim, false);
       product<false>(d_out + row * p.value, p.value, h.v_panels.data() + column * p.value, PANEL, PANEL * p.value,
@@ -829,6 +904,8 @@ void backward_head(const Head& h) {
       for (size_t n = 0; n < h.terms.size(); ++n)
         for (long j = 0; h.terms[n].is_level() && h.terms[n].record->learned && j < count; ++j)
           h.terms[n].record->d_key_level[index * p.keys + column + j] += tile.of_keys[n][j];
+      for (size_t n = 0; n < h.terms.size(); ++n)
+        if (h.terms[n].kind == PROFILE && h.terms[n].record->learned) h.terms[n].profiles.finish(tile.mixed[n]);
       product<true>(weights, COLUMNS, d_out + row * p.value, p.value, PANEL, d_v + column * p.value, p.value, count,
                     p.value, rows, true);
       product<true>(d_scores, COLUMNS, scaled.data(), p.dim, PANEL, d_k + column * p.dim, p.dim, count, p.dim, rows, true);
@@ -865,6 +942,7 @@ void lengthwise_forward(const Problem* p) {
   share(p->threads, p->batch * p->heads, [&](long index) {
     const Head head(*p, index, false);
     Tile tile;
+    head.allocate(tile, false);
     for (long row = 0; row < p->queries; row += ROWS) forward_rows(head, row, tile);
   });
 }

@@ -1,9 +1,10 @@
 """Attention in tiles of rows and keys, forward and backward: the Python side of tiles.cpp.
 
 It takes biases that are one number per distance (up to any number of tables, which add up to one strip), levels of
-tokens and straight lines, and sums of them; and masks that leave every query a few intervals of keys, with padding
-anywhere. A plan holds whatever the kernel reads but q, k and v. What the backward pass reads again is saved for it as
-tensors, so that checkpointing and offloading see all of it, and nothing else outlives the forward pass.
+tokens, straight lines, profiles that tokens mix, and sums of them; and masks that leave every query a few intervals of
+keys, with padding anywhere. A plan holds whatever the kernel reads but q, k and v. What the backward pass reads again
+is saved for it as tensors, so that checkpointing and offloading see all of it, and nothing else outlives the forward
+pass.
 """
 
 import ctypes
@@ -19,7 +20,7 @@ from torch import Tensor
 from lengthwise.attention.backend import Output, Plan, Refusal, finite_inputs
 from lengthwise.attention.call import AttentionCall
 from lengthwise.attention.native import build
-from lengthwise.bias import Bias, DistanceBias, LevelBias, LineBias, SumBias, at_least_float32
+from lengthwise.bias import Bias, DistanceBias, LevelBias, LineBias, QueryDistanceBias, SumBias, at_least_float32
 from lengthwise.token_layout import TokenLayout, row_of
 
 COLUMNS = 128
@@ -34,16 +35,22 @@ TERMS = 4
 LINES = 256
 """The kernel has room for so many straight lines in a term."""
 
-STRIP, LEVEL, LOG_LEVEL, LINE = 1, 2, 3, 4
+GAPS = "positions have gaps, so that distances do not follow the slots"
+
+STRIP, LEVEL, LOG_LEVEL, LINE, PROFILE = 1, 2, 3, 4, 5
 CURVES = {"linear": LEVEL, "log1p_square": LOG_LEVEL}
 
 TERM_COUNTS = (
     *("kind", "learned", "strip_batches", "strip_heads", "level_batches", "level_heads"),
     *("slope_batches", "slope_heads", "slope_queries", "factor_batches", "knot_count"),
+    *("row_batches", "row_heads", "profile_heads", "profile_count", "profile_length"),
+    *("of_keys", "is_zero", "origin_batches"),
 )
 TERM_ARRAYS = (
     *("strip", "query_level", "key_level", "slope", "factor", "knots", "line_slope", "line_start"),
+    *("rows", "by_profile", "by_distance", "origin"),
     *("d_strip", "d_query_level", "d_key_level", "d_slope", "d_factor", "d_line_slope", "d_line_start"),
+    *("d_rows", "d_profiles"),
 )
 COUNTS = (
     *("batch", "heads", "group", "queries", "keys", "dim", "value", "start"),
@@ -86,7 +93,7 @@ class Term:
 
     @property
     def kind(self) -> int:
-        """STRIP, LEVEL, LOG_LEVEL or LINE."""
+        """STRIP, LEVEL, LOG_LEVEL, LINE or PROFILE."""
         return self.counts["kind"]
 
     def outputs(self, counts: Mapping[str, int]) -> dict[str, Tensor]:
@@ -99,6 +106,10 @@ class Term:
             lines = self.counts["knot_count"] + 1
             found["d_factor"] = torch.zeros(*shape, queries)
             found["d_line_slope"], found["d_line_start"] = torch.zeros(2, *shape, lines)
+        elif self.kind == PROFILE:
+            width, length = self.counts["profile_count"], self.counts["profile_length"]
+            found["d_rows"] = torch.zeros(*shape, keys if self.counts["of_keys"] else queries, width)
+            found["d_profiles"] = torch.zeros(*shape, length, width)
         elif self.kind != STRIP:
             found["d_slope"] = torch.zeros(*shape, queries)
             found["d_query_level"] = torch.zeros(*shape, queries, dtype=torch.float64)
@@ -114,6 +125,10 @@ class Term:
             of_curve = _of_table(self.sources[0][0], columns[0], results["d_strip"])
             raw = [of_curve, results["d_factor"].sum(1), results["d_factor"].new_zeros(self.counts["knot_count"])]
             raw += [results[name].sum(0) for name in ("d_line_slope", "d_line_start")]
+        elif self.kind == PROFILE:
+            count = self.sources[0][0][3]
+            of_heads = results["d_profiles"].sum(0)[..., :count].flip(1).transpose(1, 2)
+            raw = [results["d_rows"][..., :count], of_heads]
         else:
             raw = [results[name] for name in ("d_query_level", "d_key_level", "d_slope")]
             raw += raw[:2] if len(self.sources) > 3 else []  # a level's rest moves the difference as the level does
@@ -212,11 +227,17 @@ def plan(call: AttentionCall) -> TilesPlan | Refusal:
         "start": int(call.layout.start),
         "bands": masks["low"].shape[0],
         "mask_batches": masks["key_mask"].shape[0] if "key_mask" in masks else 0,
-        "skip": int(call.skip and call.visibility.is_causal and all(term.kind != LINE for term in made)),
+        "skip": int(call.skip and call.visibility.is_causal and _can_fall(made)),
         "threads": torch.get_num_threads(),
         "term_count": len(made),
     }
     return TilesPlan(Problem(counts, call.scale, call.softcap or 0.0, made), tensors, sources)
+
+
+def _can_fall(terms: Sequence[Term]) -> bool:
+    """Whether a term other than profiles may be so low far away that keys can be skipped, and all have a bound."""
+    kinds = {term.kind for term in terms}
+    return bool(kinds - {PROFILE}) and LINE not in kinds
 
 
 def skipped_share(call: AttentionCall) -> float:
@@ -329,18 +350,26 @@ def _terms(call: AttentionCall) -> tuple[tuple[Term, ...], dict[str, Tensor], tu
     flat = _flattened(call.bias)
     tables = [term for term in flat if isinstance(term, DistanceBias)]
     others = [term for term in flat if not isinstance(term, DistanceBias)]
-    if any(not isinstance(term, LevelBias | LineBias) for term in others):
-        return Refusal.because("its tiles know tables of distances, levels of tokens, straight lines and sums of them")
+    if any(not isinstance(term, LevelBias | LineBias | QueryDistanceBias) for term in others):
+        return Refusal.because(
+            "its tiles know tables and profiles of distances, levels of tokens, straight lines and sums of them"
+        )
     if bool(tables) + len(others) > TERMS:
         return Refusal.because(f"its tiles add up to {TERMS} terms of a bias, all tables being one, got more")
     if tables:
         columns = [_strip_columns(call, table) for table in tables]
         if any(own is None for own in columns):
-            return Refusal.because("positions have gaps, so that distances do not follow the slots")
+            return Refusal.because(GAPS)
         found.append(_strip_term(tables, [own for own in columns if own is not None]))
     for term in others:
         if isinstance(term, LevelBias):
             found.append(_level_term(term.summed()))
+            continue
+        if isinstance(term, QueryDistanceBias):
+            offsets = call.slot_offsets(term)
+            if offsets is None:
+                return Refusal.because(GAPS)
+            found.append(_profile_term(term, torch.tensor(offsets) + int(call.layout.start)))
             continue
         assert isinstance(term, LineBias)
         if term.slope.shape[1] > LINES:
@@ -349,7 +378,7 @@ def _terms(call: AttentionCall) -> tuple[tuple[Term, ...], dict[str, Tensor], tu
             return Refusal.because("straight lines must be of a number that falls along a row, towards the query")
         own = _strip_columns(call, term.curve)
         if own is None:
-            return Refusal.because("positions have gaps, so that distances do not follow the slots")
+            return Refusal.because(GAPS)
         found.append(_line_term(term, call.heads, own))
     tensors = {f"{n}.{name}": x for n, (_, arrays, _) in enumerate(found) for name, x in arrays.items()}
     return tuple(term for term, _, _ in found), tensors, tuple(x for _, _, sources in found for x in sources)
@@ -418,6 +447,22 @@ def _line_term(bias: LineBias, heads: int, columns: Tensor) -> tuple[Term, dict[
     sources = (bias.curve.table, *lines.values())
     term = _term(LINE, sources, knot_count=bias.knots.shape[0], **counts)
     return term, arrays | {"strip": strip, "columns0": columns}, sources
+
+
+def _profile_term(
+    bias: QueryDistanceBias, distance: Int[Tensor, " #batch"]
+) -> tuple[Term, dict[str, Tensor], tuple[Tensor, ...]]:
+    """`distance` is that of the first query and the first key. The kernel's profiles run against the distance."""
+    rows, profiles = _padded(bias.rows.detach()), bias.profiles.detach().float().flip(2)
+    by_distance = F.pad(profiles.transpose(1, 2), (0, rows.shape[3] - profiles.shape[1])).contiguous()
+    heads, length, width = by_distance.shape
+    origin = length - 1 - (distance - bias.first)
+    arrays = {"rows": rows, "by_profile": by_distance.transpose(1, 2).contiguous(), "by_distance": by_distance}
+    counts = {"row_batches": rows.shape[0], "row_heads": rows.shape[1], "origin_batches": origin.shape[0]}
+    counts |= {"profile_heads": heads, "profile_count": width, "profile_length": length}
+    counts |= {"of_keys": int(bias.side == "key"), "is_zero": int(bias.beyond == "zero")}
+    sources = (bias.rows, bias.profiles)
+    return _term(PROFILE, sources, **counts), arrays | {"origin": origin}, sources
 
 
 def _falls_along_rows(bias: LineBias) -> bool:

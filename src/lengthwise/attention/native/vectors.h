@@ -139,9 +139,10 @@ inline void in_blocks(long count, Work work) {
   }
 }
 
-// c[M][16] = or += a b; a is read along its rows (step 1 in k) or, transposed, along its columns.
-template <int M, bool TRANSPOSED>
-inline void panel(const float* a, long lda, const float* b, long ldb, float* c, long ldc, long count, bool add) {
+// c[M][16] = or += a b; rows of a lie `lda` apart, and `step` leads from one number of a row to the next.
+template <int M>
+__attribute__((always_inline)) inline void panel(const float* a, long lda, long step, const float* b, long ldb, float* c,
+                                                 long ldc, long count, bool add) {
   v8 left[M], right[M];
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m) {
@@ -152,11 +153,11 @@ inline void panel(const float* a, long lda, const float* b, long ldb, float* c, 
     const v8 b0 = load(b), b1 = load(b + 8);
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
-      const v8 x = all(TRANSPOSED ? a[m] : a[m * lda]);
+      const v8 x = all(a[m * lda]);
       left[m] += x * b0;
       right[m] += x * b1;
     }
-    a += TRANSPOSED ? lda : 1;
+    a += step;
     b += ldb;
   }
 #pragma GCC unroll 8
@@ -166,13 +167,15 @@ inline void panel(const float* a, long lda, const float* b, long ldb, float* c, 
   }
 }
 
-// c (rows x columns) = or += a b, columns a multiple of 16; the next panel of b is `step` further on.
+// c (rows x columns) = or += a b, columns a multiple of 16; the next panel of b is `step` further on. a is read along its
+// rows or, transposed, along its columns.
 template <bool TRANSPOSED>
 void product(const float* a, long lda, const float* b, long ldb, long step, float* c, long ldc, long rows, long columns,
              long count, bool add) {
   for (long n = 0; n < columns; n += PANEL, b += step)
     in_blocks(rows, [&](auto m, long first) {
-      panel<m.value, TRANSPOSED>(a + (TRANSPOSED ? first : first * lda), lda, b, ldb, c + first * ldc + n, ldc, count, add);
+      if (TRANSPOSED) panel<m.value>(a + first, 1, lda, b, ldb, c + first * ldc + n, ldc, count, add);
+      else panel<m.value>(a + first * lda, lda, 1, b, ldb, c + first * ldc + n, ldc, count, add);
     });
 }
 

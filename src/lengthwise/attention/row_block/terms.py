@@ -1,6 +1,7 @@
 """How each kind of bias enters a tile of scores, and how the gradient of the scores returns to it.
 
 StripTerm   a DistanceBias whose positions follow the slots: views of one strip, no copy
+SkewTerm    a QueryDistanceBias whose positions do: a product with a window of the profiles, read along its diagonals
 LevelTerm   a LevelBias: keys behind a whole block of rows cost nothing, they ride in one channel of q and k
 DenseTerm   a DenseBias: parts of the matrix
 TileTerm    any other kind, by its own `tile` and torch.func.vjp
@@ -16,7 +17,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lengthwise.attention.call import AttentionCall
-from lengthwise.bias import Bias, DenseBias, DistanceBias, LevelBias, at_least_float32, has_float64
+from lengthwise.bias import (
+    Bias,
+    DenseBias,
+    DistanceBias,
+    LevelBias,
+    QueryDistanceBias,
+    at_least_float32,
+    has_float64,
+)
 
 LOG2E = 1.4426950408889634
 
@@ -118,6 +127,8 @@ def make_term(call: AttentionCall) -> Term:
             return Term()
         case DistanceBias() if (offsets := call.slot_offsets(call.bias)) is not None:
             return StripTerm(call.bias, call, offsets, dtype)
+        case QueryDistanceBias() if (offsets := call.slot_offsets(call.bias)) is not None:
+            return SkewTerm(call.bias, call, offsets, dtype)
         # Steps that are learned are summed under torch.func, tile by tile.
         case LevelBias(step=step) if has_float64(call.q.device) and not (step is not None and step.requires_grad):
             return LevelTerm(call.bias.summed(), call, dtype)
@@ -216,6 +227,95 @@ class StripTerm(Term):
 
     def _row(self, batch: int) -> int:
         return batch if len(self.offsets) > 1 else 0
+
+
+class SkewTerm(Term):
+    """bias[i, j] = rows[i] . profiles[:, distance of i and j], or with the rows of the keys.
+
+    Some tokens of one side meet every distance that they have to a span of the other side in one product. In its rows
+    the other side's tokens come one after the other, each row beginning one further to the left: a view with rows one
+    shorter. The gradient is written through the same view, and two products take it back.
+    """
+
+    def __init__(
+        self, bias: QueryDistanceBias, call: AttentionCall, offsets: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        self.bias, self.offsets, self.start = bias, offsets, int(call.layout.start)
+        self.rows = at_least_float32(bias.rows.detach()).to(dtype)
+        self.profiles = at_least_float32(bias.profiles.detach()).to(dtype)
+        self.learned = [name for name in ("rows", "profiles") if getattr(bias, name).requires_grad]
+        # For every head, even where heads share them; and for every sequence.
+        shape = (call.batch, call.heads)
+        self.d_rows, self.d_profiles = (
+            self.rows.new_zeros(*shape, *x.shape[-2:]) if name in self.learned else self.rows.new_zeros(0)
+            for name, x in (("rows", self.rows), ("profiles", self.profiles))
+        )
+
+    def tile(self, where: Where) -> Tensor:
+        """A product, read along its diagonals."""
+        own, window = self._meeting(where)
+        return self._skewed(own @ (window * LOG2E), where)
+
+    def collect(self, where: Where, d_bias: Tensor) -> None:
+        """Written along the diagonals, the gradient of a product."""
+        if not self.learned:
+            return
+        own, window = self._meeting(where)
+        d_product = own.new_zeros(d_bias.shape[0], own.shape[1], window.shape[2])
+        self._skewed(d_product, where).copy_(d_bias)
+        batch, heads = where.batch, where.absolute
+        if "rows" in self.learned:
+            self.d_rows[batch, heads, self._own_tokens(where)] += d_product @ window.transpose(1, 2)
+        if "profiles" in self.learned:
+            index, outside = self._distances(where)
+            d_window = own.transpose(1, 2) @ d_product
+            if outside is not None:
+                d_window.masked_fill_(outside, 0)
+            self.d_profiles[batch, heads] += torch.zeros_like(self.d_profiles[batch, heads]).scatter_add_(
+                2, index.expand_as(d_window), d_window
+            )
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Of rows and profiles, summed where they are shared."""
+        totals = {"rows": self.d_rows, "profiles": self.d_profiles}
+        return {
+            name: totals[name].sum_to_size(getattr(self.bias, name).shape).to(getattr(self.bias, name).dtype)
+            for name in self.learned
+        }
+
+    def _own_tokens(self, where: Where) -> slice:
+        return where.rows if self.bias.side == "query" else where.columns
+
+    def _meeting(self, where: Where) -> tuple[Tensor, Tensor]:
+        """The vectors of a tile's tokens, (head or 1, token, profile), and the profiles at all their distances."""
+        own = _at(self.rows, where.batch, where.absolute)[:, self._own_tokens(where)]
+        profiles = self.profiles[where.absolute] if self.profiles.shape[0] > 1 else self.profiles
+        index, outside = self._distances(where)
+        window = profiles[:, :, index]
+        return own, window if outside is None else window.masked_fill_(outside, 0)
+
+    def _distances(self, where: Where) -> tuple[Tensor, Tensor | None]:
+        """The columns of the profiles that a window consists of, and which of them are beyond their ends and 0.
+
+        The first row of the product begins at the last of these that it needs, the last row at the first.
+        """
+        rows, columns = where.rows, where.columns
+        count = rows.stop - rows.start + columns.stop - columns.start - 1
+        offset = self.offsets[where.batch if len(self.offsets) > 1 else 0] + self.start - self.bias.first
+        step = torch.arange(count, device=self.rows.device)
+        if self.bias.side == "query":
+            distance = offset + rows.stop - 1 - columns.start - step
+        else:
+            distance = offset + rows.start - (columns.stop - 1) + step
+        index = distance.clamp(0, self.profiles.shape[2] - 1)
+        return index, None if self.bias.beyond == "clamp" else distance != index
+
+    def _skewed(self, product: Tensor, where: Where) -> Tensor:
+        """(head or 1, row, column) of a product (head or 1, token, distance)."""
+        heads, tokens, count = product.shape
+        others = count - tokens + 1
+        view = product.contiguous().as_strided((heads, tokens, others), (tokens * count, count - 1, 1), tokens - 1)
+        return view if self.bias.side == "query" else view.transpose(1, 2)
 
 
 class LevelTerm(Term):

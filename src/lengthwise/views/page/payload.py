@@ -19,7 +19,7 @@ from lengthwise.bias import Bias
 from lengthwise.views.maps import LayerMap, LayerMaps, Quantity
 from lengthwise.views.tiles import Tiles
 
-KINDS = ("DistanceBias", "LevelBias", "LineBias", "FunctionBias", "SumBias")
+KINDS = ("DistanceBias", "QueryDistanceBias", "LevelBias", "LineBias", "FunctionBias", "SumBias")
 FUNCTIONS = (
     "lengthwise.encodings.fire.fire_tile",
     "lengthwise.encodings.kerple.kerple_log",

@@ -89,6 +89,25 @@ const KINDS = {
     };
   },
 
+  async QueryDistanceBias({ tensors, static: plain }) {
+    const [rows, profiles] = [await numbers(tensors.rows), await numbers(tensors.profiles)];
+    const [, rowHeads, tokens, count] = tensors.rows.shape;
+    const [profileHeads, , length] = tensors.profiles.shape;
+    const [query, key] = [await positions(tensors.query), await positions(tensors.key)];
+    return {
+      at(head, i, j) {
+        const place = query(i) - key(j) - plain.first;
+        const column = Math.min(Math.max(place, 0), length - 1);
+        if (plain.beyond === "zero" && column !== place) return 0;
+        const own = ((rowHeads > 1 ? head : 0) * tokens + (plain.side === "query" ? i : j)) * count;
+        const curve = (profileHeads > 1 ? head : 0) * count * length + column;
+        let sum = 0;
+        for (let n = 0; n < count; n++) sum += rows[own + n] * profiles[curve + n * length];
+        return sum;
+      },
+    };
+  },
+
   async LevelBias({ tensors, static: plain }) {
     const { query_level: query, key_level: key, slope } = await levels(tensors);
     const curve = LEVEL_CURVES[plain.curve];

@@ -1,0 +1,133 @@
+"""DeBERTa's disentangled attention (He et al. 2021, section 3.1), with the buckets of its second version.
+
+    scores[i, j] = (q[i] . k[j] + q[i] . K[bucket(i - j)] + k[j] . Q[bucket(j - i)]) / sqrt(3 head_dim)
+    K = W_k table + b_k,  Q = W_q table + b_q                       in every head, with a row of the table per bucket
+
+Distances up to half of the buckets have one each; beyond, buckets grow in geometric steps up to `max_distance`, to both
+sides. The released code, and with it transformers', looks up Q at bucket(i - j) instead: `order="released"` does so.
+Where the model is given, its own W_k and W_q may serve (`share_att_key`); here the projections are the encoding's own,
+as is the table, which the models share among their layers.
+"""
+
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from lengthwise.bias import QueryDistanceBias, SumBias, at_least_float32
+from lengthwise.encodings._queries import QueryEncoding
+from lengthwise.encodings._table_cache import TableCache, is_decoding
+from lengthwise.encodings.base import AttentionShape, State, Tokens, checked_heads, project, reset_linear
+from lengthwise.errors import check_choice, check_int, describe
+from lengthwise.token_layout import TokenLayout
+
+
+class Deberta(QueryEncoding):
+    """Queries meet a vector of the distance, and so do keys."""
+
+    paper = "He et al. 2021, arXiv 2006.03654"
+    kind = SumBias
+    tables = ("table",)
+
+    def __init__(
+        self,
+        geometry: AttentionShape,
+        *,
+        buckets: int = 256,
+        max_distance: int = 512,
+        order: Literal["paper", "released"] = "paper",
+    ) -> None:
+        super().__init__(geometry)
+        check_int("buckets", buckets, "DeBERTa has 256.")
+        check_int("max_distance", max_distance, "DeBERTa has 512.")
+        check_choice("order", order, ("paper", "released"))
+        if buckets < 4 or buckets % 2 or max_distance <= buckets // 2 + 1:
+            raise ValueError(
+                "buckets must be an even number, 4 or more, and max_distance more than one beyond half of them, got "
+                f"buckets={buckets}, max_distance={max_distance}; DeBERTa has 256 and 512"
+            )
+        past = signed_buckets(buckets, max_distance)
+        both = [-bucket for bucket in past[:0:-1]] + past
+        self.first = -max_distance
+        self.of_query, self.of_key = (
+            [min(max(sign * bucket + buckets, 0), 2 * buckets - 1) for bucket in both]
+            for sign in (1, -1 if order == "paper" else 1)
+        )
+        inner = geometry.heads * geometry.head_dim
+        self.table = nn.Parameter(torch.empty(2 * buckets, geometry.width))
+        self.to_key, self.to_query = nn.Linear(geometry.width, inner), nn.Linear(geometry.width, inner)
+        self._tables = TableCache()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """N(0, 0.02), biases 0."""
+        nn.init.normal_(self.table, std=0.02)
+        reset_linear(self.to_key)
+        reset_linear(self.to_query)
+
+    def state(
+        self,
+        x: Tokens,
+        key_mask: Bool[Tensor, "#batch position"] | None = None,
+        *,
+        q: Tensor | None = None,
+        k: Tensor | None = None,
+    ) -> State:
+        """The keys, of every head of the queries: later queries see how they meet the table."""
+        own = at_least_float32(checked_heads("k", k, self.geometry, x.shape[1]))
+        return {"key": own.repeat_interleave(self.geometry.heads // own.shape[1], 1)}
+
+    def rotate(
+        self,
+        q: Float[Tensor, "batch head query dim"],
+        k: Float[Tensor, "batch kv_head key dim"],
+        layout: TokenLayout,
+        state: State | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Queries over sqrt(3): there are three products."""
+        return q * 3**-0.5, k
+
+    def bias(
+        self,
+        x: Tokens,
+        layout: TokenLayout,
+        state: State | None = None,
+        *,
+        q: Tensor | None = None,
+        k: Tensor | None = None,
+    ) -> SumBias:
+        """Queries that meet K, and keys that meet Q."""
+        state = self.state(x, k=k) if state is None else state
+        if not isinstance(state, dict) or "key" not in state or state["key"].shape[2] != layout.key_count:
+            has = tuple(state["key"].shape) if isinstance(state, dict) and "key" in state else describe(state)
+            raise ValueError(f"the state must have the 'key' of all {layout.key_count} keys, old and new, got {has}")
+        scale, places = (3 * self.geometry.head_dim) ** -0.5, (layout.query, layout.key, self.first)
+        keys, queries = self._tables.table(self._profiles, 1, *self.parameters(), decoding=is_decoding(layout))
+        of_query = QueryDistanceBias(self.queries(q, layout) * scale, keys, *places)
+        return SumBias((of_query, QueryDistanceBias(state["key"] * scale, queries, *places, side="key")))
+
+    def _profiles(self, _: int) -> list[Float[Tensor, "head dim distance"]]:
+        """K and Q, one vector for every distance that differs, however far there is to look."""
+        profiles = []
+        for layer, buckets in ((self.to_key, self.of_query), (self.to_query, self.of_key)):
+            by_bucket = project(layer, self.table[None])[0]
+            index = torch.tensor(buckets, device=by_bucket.device)[None].expand(by_bucket.shape[0], -1)
+            profiles.append(by_bucket.gather(1, index).unflatten(0, (self.geometry.heads, -1)))
+        return profiles
+
+
+def signed_buckets(buckets: int, max_distance: int) -> list[int]:
+    """The bucket of each distance from 0 to max_distance, in whole numbers, so that no border depends on rounding.
+
+    Beyond half of the buckets, the middle, bucket middle + n is the first with ((max_distance - 1) / middle) ** n >=
+    (distance / middle) ** (middle - 1).
+    """
+    middle = buckets // 2
+    by_distance = list(range(middle + 1))
+    n = 1
+    for distance in range(middle + 1, max_distance + 1):
+        while (max_distance - 1) ** n * middle ** (middle - 1) < distance ** (middle - 1) * middle**n:
+            n += 1
+        by_distance.append(middle + n)
+    return by_distance
