@@ -5,17 +5,18 @@ from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 
 import lengthwise as lw
+from lengthwise.encodings.registry import find
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 from lengthwise.testing import LOUD
 
 VARIANTS = {
     "rope-dynamic": ("rope", {"scaling": {"type": "dynamic", "factor": 4.0}}),
     "fire-short": ("fire", {"threshold": 8.0}),
-    "dapev2-cable": ("dapev2", {"over": "cable"}),
+    "dapev2-cable": ("cable+dapev2", {}),
     "learned-long": ("learned", {"length": 97}),
 }
 CASES = {name: (name, {}) for name in lw.ENCODINGS} | VARIANTS
-RESCORING = [case for case, (name, _) in CASES.items() if lw.ENCODINGS[name].overrides("rescore")]
+RESCORING = [case for case, (name, _) in CASES.items() if find(name).overrides("rescore")]
 ADDITIVE = [case for case in CASES if case not in RESCORING]
 ONE_OF_EACH_KIND = ["alibi", "kerple", "fire-short", "k-cable", "cable", "rope-dynamic", "learned", "dapev2-cable"]
 
@@ -60,7 +61,9 @@ def make_cache(kind: str, model: LengthwiseForCausalLM, length: int = LENGTH + 8
         return DynamicCache(config=model.config)
     cache = StaticCache(config=model.config, max_cache_len=length)
     if kind == "early":
-        cache.early_initialization(2, model.config.n_head, model.config.head_dim, model.dtype, model.device)
+        cache.early_initialization(
+            2, model.config.n_kv_head or model.config.n_head, model.config.head_dim, model.dtype, model.device
+        )
     return cache
 
 

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lengthwise as lw
+from lengthwise.encodings.registry import find
 from lengthwise.testing import LAWS, TRIED, DoesNotApply, Subject, padding_changes_nothing, refuses
 
 VARIANTS = [
@@ -14,9 +15,9 @@ VARIANTS = [
     ("rope", {"layout": "interleaved"}),
     ("rope", {"scaling": {"type": "dynamic", "factor": 4.0}}),
     ("rope", {"scaling": {"type": "yarn", "factor": 4.0}}),
-    ("dape", {"over": "cable"}),
-    ("dapev2", {"over": "cable"}),
-    ("dapev2", {"over": "alibi"}),
+    ("cable+dape", {}),
+    ("cable+dapev2", {}),
+    ("alibi+dapev2", {}),
 ]
 CASES = [(name, {}) for name in lw.ENCODINGS] + VARIANTS
 
@@ -39,7 +40,7 @@ def obey(law, subject):
 def test_every_encoding_obeys_every_law_under_every_backend(law, name, options, backend):
     subject = Subject(name, options, backend)
     if refuses(subject):
-        assert (backend, lw.ENCODINGS[name].overrides("rescore")) == ("sdpa", True), "only sdpa refuses, and rescores"
+        assert (backend, find(name).overrides("rescore")) == ("sdpa", True), "only sdpa refuses, and rescores"
         pytest.skip("SDPA cannot rescore")
     obey(law, subject)
 
@@ -50,7 +51,7 @@ def test_every_encoding_obeys_every_law_under_every_backend(law, name, options, 
 def test_two_sided_forms_obey_the_laws_that_are_not_about_time(law, name, backend):
     subject = Subject(name, backend=backend, causal=False)
     if refuses(subject):
-        assert (backend, lw.ENCODINGS[name].overrides("rescore")) == ("sdpa", True), "only sdpa refuses, and rescores"
+        assert (backend, find(name).overrides("rescore")) == ("sdpa", True), "only sdpa refuses, and rescores"
         pytest.skip("SDPA cannot rescore")
     obey(law, subject)
 

@@ -57,7 +57,7 @@ def assert_loads_elsewhere(cases, tmp_path):
         out = export(tmp_path / "run" / case, tmp_path / "out" / case.replace("-", "_"))
         new = model.generate(ids[:, :9], max_new_tokens=5, do_sample=False, pad_token_id=0)
         with torch.no_grad():
-            saved = {"ids": ids, "logits": model(ids).logits, "new": new, "stock": not model.config.rescores}
+            saved = {"ids": ids, "logits": model(ids).logits, "new": new, "stock": not model.config.stock_attention}
         torch.save(saved, out / "expected.pt")
         folders.append(str(out))
     done = subprocess.run([sys.executable, "-c", ELSEWHERE, *folders], capture_output=True, text=True, cwd=tmp_path)

@@ -43,7 +43,7 @@ for name in sys.argv[1:]:
     mask[0, :5] = 0
     for kind in ("dynamic", "static"):
         model.generate(tokens, attention_mask=mask, max_new_tokens=4, cache_implementation=kind, pad_token_id=0)
-    for implementation in ("eager", "sdpa") if not config.rescores else ("eager",):
+    for implementation in ("eager", "sdpa") if not config.stock_attention else ("eager",):
         model.set_attn_implementation(implementation)
         model(tokens, attention_mask=mask)
 print("done")

@@ -10,6 +10,7 @@ sink(x)                        a logit that takes weight and gives no value
 """
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
@@ -18,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from lengthwise.bias import Bias, at_least_float32, without_autocast
-from lengthwise.errors import check_flag, check_int, describe
+from lengthwise.errors import OptionError, check_flag, check_int, describe
 from lengthwise.rescore import Rescore
 from lengthwise.token_layout import TokenLayout
 
@@ -60,7 +61,9 @@ class Encoding(nn.Module):
     context_free: bool = False
     """Whether its bias comes from positions alone: then layers that share it need to build it only once."""
     length_dependent: bool = False
-    """Whether `rotate` changes as a sequence grows: then a cache must hold keys that are not yet turned."""
+    """Whether `rotate` changes as a sequence grows."""
+    windowed: ClassVar[bool] = True
+    """Whether it is defined where a query sees the nearest keys only."""
     tables: ClassVar[tuple[str, ...]] = ()
     """Its learned tables by name: each entry is a number of its own, which weight decay would only pull to 0."""
 
@@ -72,6 +75,15 @@ class Encoding(nn.Module):
                 "two-sided form are e.g. 'alibi', 'fire' and 't5'"
             )
         self.geometry = geometry
+
+    @classmethod
+    def from_options(cls, name: str, geometry: Geometry, options: Mapping[str, object]) -> "Encoding":
+        """One with options of its own; `name` is for the error if there is no such option."""
+        unknown = [option for option in options if option not in cls.options()]
+        if unknown:
+            known = ", ".join(map(repr, cls.options())) or "none"
+            raise OptionError(f"unknown option {unknown[0]!r} for {name!r}; its options are: {known}")
+        return cls(geometry, **options)
 
     def reset_parameters(self) -> None:
         """Draw the learned parameters anew, as the paper does."""
@@ -118,6 +130,16 @@ class Encoding(nn.Module):
     def limit(self) -> int | None:
         """How many positions it has an answer for; None if it has no end."""
         return None
+
+    @property
+    def turns_by_state(self) -> bool:
+        """Whether `rotate` needs the state of all keys."""
+        return self.overrides("rotate") and self.overrides("state")
+
+    @property
+    def rotates_late(self) -> bool:
+        """Whether a cache must hold keys that are not yet turned."""
+        return self.overrides("rotate") and (self.length_dependent or self.turns_by_state)
 
     @property
     def learned_parameters(self) -> int:

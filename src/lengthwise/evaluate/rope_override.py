@@ -34,7 +34,7 @@ def parse_scaling(scaling: Scaling) -> dict[str, object]:
 def uses_rope(model: PreTrainedModel) -> bool:
     """Whether positions enter by rotation, so that a scaling means something."""
     if isinstance(model, LengthwiseForCausalLM):
-        return model.config.encoding == "rope"
+        return any(name == "rope" for spec in model.config.schedule for name, _ in spec.parts())
     return bool(getattr(model.config.get_text_config(), "rope_parameters", None))
 
 
@@ -53,7 +53,7 @@ def with_scaling(model: PreTrainedModel, scaling: Scaling) -> PreTrainedModel:
     rule = parse_scaling(scaling)
     config: Any = copy.deepcopy(model.config)
     if isinstance(model, LengthwiseForCausalLM):
-        config.encoding_options = {**(config.encoding_options or {}), "scaling": rule}
+        config.with_options("rope", scaling=rule)
     else:
         text = config.get_text_config()
         parameters = {key: value for key, value in rule.items() if key != "type"}

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lengthwise.data import documents
-from lengthwise.encodings import ENCODINGS
+from lengthwise.encodings.registry import is_encoding
 from lengthwise.evaluate.config import EvalConfig, ResolvedEvalConfig
 from lengthwise.evaluate.corpus import Corpus, read_corpus
 from lengthwise.evaluate.perplexity import Score, score_lengths
@@ -94,7 +94,7 @@ def load_for_evaluation(
 ) -> LoadedModel:
     """A trained causal language model in float32 with its tokenizer; an error for anything else."""
     expected = "expected a trained causal language model with its tokenizer"
-    if str(source) in ENCODINGS:
+    if is_encoding(str(source)):
         raise LoadError(f"{expected}, got the encoding {str(source)!r}; name a run or a folder, such as ./{source}")
     loaded = load_model(source, name=name, device=device, dtype=torch.float32, trust_remote_code=trust_remote_code)
     if loaded.tokenizer is None:

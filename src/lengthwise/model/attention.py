@@ -16,8 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from lengthwise.attention import attend, checked_call, explain
 from lengthwise.bias import Bias, at_least_float32
-from lengthwise.rescore import Rescore
-from lengthwise.token_layout import TokenLayout
+from lengthwise.token_layout import TokenLayout, Window
 
 # Attention functions are known to all of transformers by name, so a copy in an exported model has its own.
 NAME = "lengthwise" if __name__.startswith("lengthwise.") else __name__
@@ -27,6 +26,9 @@ Output = tuple[Float[Tensor, "batch query head dim"], Tensor | None]
 
 CAPTURE = f"{NAME}_capture"
 """The function that `model/families/lengthwise.py` registers: it calls another one and reports its arguments."""
+
+OPTIONS = ("bias", "rescore", "window", "scale", "softcap", "logit_scale", "sink")
+"""What `attend` takes beside the layout."""
 
 DESCRIBED = (NAME, "eager", CAPTURE)
 """Implementations that take the bias as it is described."""
@@ -40,10 +42,6 @@ def lengthwise_attention(
     attention_mask: Tensor | None,
     *,
     layout: TokenLayout | None = None,
-    bias: Bias | None = None,
-    rescore: Rescore | None = None,
-    logit_scale: Tensor | None = None,
-    sink: Tensor | None = None,
     output_attentions: bool = False,
     **kwargs: Any,
 ) -> Output:
@@ -53,12 +51,17 @@ def lengthwise_attention(
             f"attention 'lengthwise' needs a layout of the tokens, which only Lengthwise models give, got none from "
             f"{type(module).__name__}; use 'sdpa' there"
         )
-    parts: dict[str, Any] = {"bias": bias, "rescore": rescore, "logit_scale": logit_scale, "sink": sink}
+    options = attend_options(kwargs)
     if output_attentions:
-        explanation = explain(query, key, value, layout=layout, **parts)
+        explanation = explain(query, key, value, layout=layout, **options)
         assert explanation.weights is not None
         return explanation.out.transpose(1, 2), explanation.weights.to(query.dtype)
-    return attend(query, key, value, layout=layout, **parts).transpose(1, 2), None
+    return attend(query, key, value, layout=layout, **options).transpose(1, 2), None
+
+
+def attend_options(kwargs: dict[str, Any]) -> Any:
+    """What `attend` takes beside the layout, of the arguments of an attention function."""
+    return {name: kwargs[name] for name in OPTIONS if name in kwargs}
 
 
 def lengthwise_mask(*, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
@@ -86,27 +89,35 @@ def run_attention(
     key: Tensor,
     value: Tensor,
     *,
-    bias: Bias | None,
     layout: TokenLayout,
-    **parts: Any,
+    **options: Any,
 ) -> Output:
     """Attention by the function of an implementation, with its inputs as it takes them."""
     if implementation in DESCRIBED:
-        return attention(module, query, key, value, None, bias=bias, layout=layout, **parts)
-    qkv, mask, dense = stock_inputs(query, key, value, bias, layout, implementation=implementation)
-    out, weights = attention(module, *qkv, mask, scaling=module.scaling, dropout=0.0, position_bias=dense, **parts)
+        return attention(module, query, key, value, None, layout=layout, **options)
+    bias, window = options.pop("bias"), options.pop("window")
+    qkv, mask, dense = stock_inputs(query, key, value, bias, layout, window=window, implementation=implementation)
+    scale = options.pop("scale")
+    out, weights = attention(module, *qkv, mask, scaling=scale, dropout=0.0, position_bias=dense, **options)
     return out, None if weights is None else weights.to(query.dtype)
 
 
 def stock_inputs(
-    query: Tensor, key: Tensor, value: Tensor, bias: Bias | None, layout: TokenLayout, *, implementation: str
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Bias | None,
+    layout: TokenLayout,
+    *,
+    window: Window | None = None,
+    implementation: str,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | BlockMask | None, Tensor | None]:
     """Queries, keys and values, the mask and the position bias of one call, as the stock functions take them.
 
     Masks are added: the smallest number where a key must not be seen, so that rows which see nothing stay finite. Flex
     wants its own kind of mask; with a tensor torch 2.13's kernel for CPUs writes out of bounds.
     """
-    call = checked_call(query, key, value, layout=layout, bias=bias)
+    call = checked_call(query, key, value, layout=layout, bias=bias, window=window)
     if bias is None and implementation == "sdpa" and call.visibility.is_plain and call.queries in (1, call.keys):
         return (query, key, value), None, None
     query, key, value = (at_least_float32(x).contiguous() for x in (query, key, value))

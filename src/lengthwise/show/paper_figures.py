@@ -30,31 +30,25 @@ class PaperFigure:
     @property
     def name(self) -> str:
         """The file name without its suffix."""
-        over = f"-{self.options['over']}" if "over" in self.options else ""
-        return f"figure-{self.number:02}-{self.encoding}{over}"
+        return f"figure-{self.number:02}-{self.encoding.replace('+', '-')}"
 
     def is_of(self, config: object) -> bool:
         """Whether a model's encoding is this figure's."""
-        if not isinstance(config, LengthwiseConfig) or config.encoding != self.encoding:
-            return False
-        over = (config.encoding_options or {}).get("over", "kerple")
-        return "over" not in self.options or over == self.options["over"]
+        return isinstance(config, LengthwiseConfig) and config.encoding == self.encoding
 
 
 FIGURES = (
     PaperFigure(8, "cable", "CABLE's bias follows the tokens: rows differ with what they have read."),
     PaperFigure(
         9,
-        "dapev2",
+        "cable+dapev2",
         "DAPEv2 over CABLE: what it adds to the content in all, which follows the tokens.",
-        {"over": "cable"},
     ),
     PaperFigure(10, "kerple", "Kerple's logarithm of the distance: uniform along diagonals, 0 on the main one."),
     PaperFigure(
         11,
-        "dapev2",
+        "kerple+dapev2",
         "DAPEv2 over Kerple: what it adds in all; the correction makes a bias of distance follow the tokens.",
-        {"over": "kerple"},
     ),
     PaperFigure(12, "alibi", "ALiBi: a straight line in the distance, steepest in the first head; nothing is learned."),
     PaperFigure(13, "fire", "FIRE: a small network of the relative distance, uniform along diagonals up to its L."),
@@ -86,7 +80,7 @@ def show_paper(
     trained = [load_model(name, seed=seed, trust_remote_code=trust_remote_code) for name in names]
     for loaded in trained:
         if not any(figure.is_of(loaded.model.config) for figure in FIGURES):
-            encoding = getattr(loaded.model.config, "encoding", "another model")
+            encoding = getattr(loaded.model.config, "label", "another model")
             known = ", ".join(dict.fromkeys(figure.encoding for figure in FIGURES))
             raise ValueError(
                 f"a model for the paper's figures must have one of their encodings, {known}, got {loaded.name} with "
@@ -108,8 +102,7 @@ def show_paper(
 
 def _draw(figure: PaperFigure, loaded: LoadedModel, sample: TokenSample, folder: Path, *, force: bool) -> str:
     maps = position_maps(loaded.model, sample.ids, quantity=figure.quantity, shown="first", tokens=sample.tokens)
-    name = figure.encoding if "over" not in figure.options else f"{figure.encoding} over {figure.options['over']}"
-    maps = replace(maps, model=loaded.name, encoding=name)
+    maps = replace(maps, model=loaded.name)
     path = save_picture(maps.figure(), folder / f"{figure.name}.png", force=force)
     state = f"trained: {loaded.name}" if loaded.trained else "not trained: at its initial parameters"
     return f"- Figure {figure.number}, [{path.name}]({path.name}) ({state}). {figure.caption}"

@@ -82,9 +82,10 @@ class TrainConfig:
     """The options of a training run."""
 
     out: str = option("", "the run's folder")
-    encoding: str = option("cable", "the positional encoding, by name")
+    encoding: str | None = option(None, "the positional encoding, by name; cable")
     encoding_options: dict[str, Any] | None = option(None, 'its options: {"slopes": "interleaved"}')  # noqa: RUF009
     share_encoding: bool = option(False, "one encoding for all layers instead of one each")
+    layers: list[Any] | str | None = option(None, "encodings and windows by layer: rope:512,none")  # noqa: RUF009
     preset: str = option("nano", "the size: nano, tiny, small, medium or large")
     sizes: dict[str, Any] | None = option(None, 'other than the preset: {"n_layer": 2}')  # noqa: RUF009
     data: str = option("stdlib", "stdlib, a file, a folder, wikitext-103, fineweb-edu, or owner/name of the hub")
@@ -134,7 +135,8 @@ class TrainConfig:
         if self.warmup is None and self.steps is not None and recipe["warmup"] >= self.steps:
             # A short trial of a long recipe, whose warm-up would never end.
             recipe["warmup"] = self.steps // 10
-        return ResolvedTrainConfig(**(recipe | given))
+        encoding = {} if self.layers is not None else {"encoding": "cable"}
+        return ResolvedTrainConfig(**(recipe | encoding | given))
 
 
 @dataclass(frozen=True)
