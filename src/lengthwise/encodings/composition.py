@@ -11,7 +11,7 @@ Options go by part: {"rope": {"base": 500_000.0}}.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -109,14 +109,15 @@ class Composition(Encoding):
 
     def logit_scale(self, x: Tokens, layout: TokenLayout) -> Float[Tensor, "#batch #head query"] | None:
         """The product of the factors of all parts."""
-        return _joined(torch.mul, (part.logit_scale(x, layout) for _, part in self._parts()))
+        return _joined(torch.mul, [part.logit_scale(x, layout) for _, part in self._parts()])
 
     def sink(self, x: Tokens) -> Float[Tensor, " head"] | Float[Tensor, "#batch head query"] | None:
         """One that takes as much weight as those of all parts together."""
-        sinks = [sink for _, part in self._parts() if (sink := part.sink(x)) is not None]
-        axes = max((sink.ndim for sink in sinks), default=1)
-        spread = (sink[None, :, None] if sink.ndim < axes else sink for sink in sinks)
-        return _joined(torch.logaddexp, map(at_least_float32, spread))
+        every = [part.sink(x) for _, part in self._parts()]
+        sinks = [sink for sink in every if sink is not None]
+        by_row = any([sink.ndim > 1 for sink in sinks])
+        spread = [at_least_float32(sink[None, :, None] if by_row and sink.ndim == 1 else sink) for sink in sinks]
+        return _joined(torch.logaddexp, spread)
 
     @property
     def limit(self) -> int | None:
@@ -128,8 +129,8 @@ class Composition(Encoding):
         """Whether a part does."""
         return any(part.turns_by_state for _, part in self._parts())
 
-    def _parts(self) -> Iterator[tuple[str, Encoding]]:
-        return ((name, cast(Encoding, part)) for name, part in self.parts.items())
+    def _parts(self) -> list[tuple[str, Encoding]]:
+        return [(name, cast(Encoding, part)) for name, part in self.parts.items()]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """By the names of the parts: pickle cannot find a class that was made while running."""
@@ -170,6 +171,6 @@ def _own(state: State | None, part: str) -> State | None:
     return own or None
 
 
-def _joined(join: Callable[[Tensor, Tensor], Tensor], every: Iterator[Tensor | None]) -> Tensor | None:
+def _joined(join: Callable[[Tensor, Tensor], Tensor], every: Sequence[Tensor | None]) -> Tensor | None:
     present = [x for x in every if x is not None]
     return functools.reduce(join, present) if present else None

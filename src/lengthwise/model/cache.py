@@ -136,20 +136,20 @@ def fit_windows(cache: Cache, reaches: Sequence[int | None]) -> None:
             )
 
 
-def cached_length(cache: Cache, reaches: Sequence[int | None] = ()) -> tuple[Slot, int | None]:
+def cached_length(cache: Cache, reaches: Sequence[Any] = ()) -> tuple[Slot, int | None]:
     """How many tokens a cache has had, and how many it has room for; None if there is no end."""
     layers: list[Any] = cache.layers
-    full = next((number for number, layer in enumerate(layers) if not layer.is_sliding), 0)
+    full = [number for number, layer in enumerate(layers) if not layer.is_sliding]
     # A static cache hands out the counter that it goes on to raise.
-    past = cache.get_seq_length(full)
+    past = cache.get_seq_length(full[0] if full else 0)
     past = past.clone() if isinstance(past, Tensor) else past
     if not cache.is_compileable:
         return past, None
-    if not layers[full].is_sliding:
-        return past, cache.get_mask_sizes(1, full)[0]
+    if full:
+        return past, layers[full[0]].max_cache_len
     # One that is shorter than the window of its layer has all of its room there.
-    rooms = ((layer.max_cache_len, reach) for layer, reach in zip(layers, reaches, strict=False))
-    return past, min((room for room, reach in rooms if reach is not None and room < reach), default=None)
+    rooms = [layer.max_cache_len for layer, reach in zip(layers, reaches, strict=False) if layer.max_cache_len < reach]
+    return past, min(rooms) if rooms else None
 
 
 def kept_layout(cache: Cache, number: int, layout: TokenLayout, window: Window | None) -> TokenLayout:

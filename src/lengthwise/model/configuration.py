@@ -110,7 +110,8 @@ class LengthwiseConfig(PreTrainedConfig):
         else:
             self.layers = [spec.stored() for spec in parse_layers(self.layers)]
         self.encoding_options = dict(self.encoding_options or {})
-        self._head_dim_given, self._reaches = self.head_dim is not None, [None]
+        self._head_dim_given = self.head_dim is not None
+        self._reaches: list[int | None] = []
         super().__post_init__(**kwargs)
         self.check()
 
