@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
@@ -54,6 +55,8 @@ def lengthwise_attention(
             f"{type(module).__name__}; use 'sdpa' there"
         )
     parts: dict[str, Any] = {"bias": bias, "rescore": rescore, "logit_scale": logit_scale, "sink": sink}
+    # Not attend's own default: an encoding may have made queries and keys wider than the head.
+    parts["scale"] = module.scaling
     if output_attentions:
         explanation = explain(query, key, value, layout=layout, **parts)
         assert explanation.weights is not None
@@ -93,32 +96,55 @@ def run_attention(
     """Attention by the function of an implementation, with its inputs as it takes them."""
     if implementation in DESCRIBED:
         return attention(module, query, key, value, None, bias=bias, layout=layout, **parts)
-    qkv, mask, dense = stock_inputs(query, key, value, bias, layout, implementation=implementation)
+    extras = {name: parts.pop(name, None) for name in ("logit_scale", "sink")}
+    qkv, mask, dense = stock_inputs(query, key, value, bias, layout, implementation=implementation, **extras)
     out, weights = attention(module, *qkv, mask, scaling=module.scaling, dropout=0.0, position_bias=dense, **parts)
     return out, None if weights is None else weights.to(query.dtype)
 
 
 def stock_inputs(
-    query: Tensor, key: Tensor, value: Tensor, bias: Bias | None, layout: TokenLayout, *, implementation: str
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Bias | None,
+    layout: TokenLayout,
+    *,
+    implementation: str,
+    logit_scale: Tensor | None = None,
+    sink: Tensor | None = None,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | BlockMask | None, Tensor | None]:
     """Queries, keys and values, the mask and the position bias of one call, as the stock functions take them.
 
     Masks are added: the smallest number where a key must not be seen, so that rows which see nothing stay finite. Flex
-    wants its own kind of mask; with a tensor torch 2.13's kernel for CPUs writes out of bounds.
+    wants its own kind of mask; with a tensor torch 2.13's kernel for CPUs writes out of bounds. A logit scale is on the
+    queries and the bias; a sink is one more key, of which every channel and value is 0 and whose bias is the logit.
     """
-    call = checked_call(query, key, value, layout=layout, bias=bias)
-    if bias is None and implementation == "sdpa" and call.visibility.is_plain and call.queries in (1, call.keys):
+    call = checked_call(query, key, value, layout=layout, bias=bias, logit_scale=logit_scale, sink=sink)
+    plain = call.is_bare and call.visibility.is_plain
+    if implementation == "sdpa" and plain and call.queries in (1, call.keys):
         return (query, key, value), None, None
     query, key, value = (at_least_float32(x).contiguous() for x in (query, key, value))
     shape = (call.batch, call.heads, call.queries, call.keys)
     dense = None if bias is None else bias.dense().to(query.dtype).expand(shape).contiguous()
     visible = call.visibility.mask().expand(call.batch, -1, -1, -1)
+    if call.logit_scale is not None:
+        factor = call.logit_scale.to(query.dtype)[..., None]
+        query, dense = query * factor, None if dense is None else dense * factor
+    if call.sink is not None:
+        key, value, visible = F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1)), F.pad(visible, (0, 1), value=True)
+        own = call.sink.to(query.dtype).expand(*shape[:3])[..., None]
+        dense = torch.cat([query.new_zeros(shape) if dense is None else dense, own], -1)
     if implementation != "flex_attention":
         mask = torch.zeros_like(visible, dtype=query.dtype).masked_fill(~visible, torch.finfo(query.dtype).min)
         return (query, key, value), mask.contiguous(), dense
-    every = visible.expand(shape).contiguous()
+    every = visible.expand(-1, call.heads, -1, -1).contiguous()
     block = create_block_mask(
-        lambda b, h, q, k: every[b, h, q, k], call.batch, call.heads, call.queries, call.keys, device=query.device.type
+        lambda b, h, q, k: every[b, h, q, k],
+        call.batch,
+        call.heads,
+        call.queries,
+        key.shape[2],
+        device=query.device.type,
     )
     return (query, key, value), block, dense
 

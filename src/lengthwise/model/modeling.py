@@ -80,9 +80,10 @@ class LengthwiseAttention(nn.Module):
         """What attention adds to the tokens, and its weights if they were asked for."""
         encoding = encoding or self.encoding
         q, k, v = self.c_attn(x).unflatten(-1, (3, self.config.n_head, -1)).permute(2, 0, 3, 1, 4)
-        state = encoding.state(x, layout.query_mask)
+        qk = encoding.own_qk(q, k)
+        state = encoding.state(x, layout.query_mask, **qk)
         # Keys are cached as they meet queries, unless that changes as the sequence grows.
-        late = encoding.length_dependent or state is not None
+        late = encoding.rotates_late
         if encoding.overrides("rotate") and not late:
             q, k = encoding.rotate(q, k, layout.new_tokens())
         if past_key_values is not None:
@@ -95,7 +96,7 @@ class LengthwiseAttention(nn.Module):
         if encoding.overrides("rotate") and late:
             q, k = encoding.rotate(q, k, layout, state)
         if bias is None:
-            bias = encoding.bias(x, layout, state)
+            bias = encoding.bias(x, layout, state, **qk)
         if added is not None:
             bias = added if bias is None else SumBias((bias, added))
         parts: dict[str, Any] = {

@@ -121,7 +121,8 @@ class _Calls:
         if not self.selected(layer.layer_idx, ""):
             return
         encoding = self.family.encoding_of(layer)
-        call = checked_call(q, k, v, layout=own_layout, bias=bias, rescore=rescore, logit_scale=logit_scale, sink=sink)
+        parts: dict[str, Any] = {"bias": bias, "rescore": rescore, "logit_scale": logit_scale, "sink": sink}
+        call = checked_call(q, k, v, layout=own_layout, scale=layer.scaling, **parts)
         rotary = None
         if encoding.overrides("rotate") and not encoding.overrides("state"):
             rotary = _rotary(layer, encoding, self.tokens[layer.layer_idx], own_layout)
