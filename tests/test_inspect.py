@@ -14,7 +14,7 @@ from lengthwise.inspect.summarize import MapOptions, layer_maps
 from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.views.maps import QUANTITIES
 
-CONTEXT_FREE = ["alibi", "kerple", "kerple-power", "fire", "fire-short", "t5", "t5-clamped"]
+CONTEXT_FREE = ["alibi", "kerple", "kerple-power", "sandwich", "bam", "fire", "fire-short", "t5", "t5-clamped"]
 CONTEXTUAL = ["cable", "cable-nw", "k-cable", "fox", "cope", "dape", "dapev2", "dapev2-cable"]
 WITHOUT_BIAS = [case for case in CASES if case not in CONTEXT_FREE + CONTEXTUAL]
 

@@ -25,6 +25,7 @@ from lengthwise.attention.plan import Refusal
 from lengthwise.bias import Bias, DenseBias, at_least_float32, rebuild
 from lengthwise.encodings import Encoding, Geometry, PositionError
 from lengthwise.encodings.registry import build
+from lengthwise.rescore import Rescore
 from lengthwise.token_layout import Band, TokenLayout, Window
 from lengthwise.token_layout import layout as layout_of
 
@@ -142,8 +143,9 @@ class Layer(nn.Module):
             causal=encoding.geometry.causal,
         )
         x = encoding.embed(x, layout)
-        q, k, v = self.to_qkv(x).unflatten(-1, (3, encoding.geometry.heads, -1)).permute(2, 0, 3, 1, 4)
-        state = encoding.state(x, layout.query_mask)
+        q, k, v = self.qkv(x)
+        qk = encoding.own_qk(q, k)
+        state = encoding.state(x, layout.query_mask, **qk)
         new = {"k": k, "v": v} | {f"state {name}": value for name, value in (state or {}).items()}
         every = cache.append(new) if cache else new
         state = state and {name: every[f"state {name}"] for name in state}
@@ -153,14 +155,34 @@ class Layer(nn.Module):
             k,
             every["v"],
             layout=layout,
-            bias=encoding.bias(x, layout, state),
+            bias=encoding.bias(x, layout, state, **qk),
             rescore=encoding.rescore(x, layout, state),
-            logit_scale=encoding.logit_scale(x, layout),
+            logit_scale=encoding.logit_scale(x, layout, window=window),
             sink=encoding.sink(x),
+            scale=self.scale,
             window=window,
             backend=self.backend,
         )
         return out.transpose(1, 2).flatten(2)
+
+    @property
+    def scale(self) -> float:
+        """1 / sqrt(head_dim), also where an encoding makes keys wider."""
+        return float(self.encoding.geometry.head_dim**-0.5)
+
+    def qkv(self, x: Float[Tensor, "batch query width"]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, (batch, head, position, dim)."""
+        q, k, v = self.to_qkv(x).unflatten(-1, (3, self.encoding.geometry.heads, -1)).permute(2, 0, 3, 1, 4)
+        return q, k, v
+
+    def described(self, x: Float[Tensor, "batch key width"], layout: TokenLayout) -> tuple[Bias | None, Rescore | None]:
+        """The bias and the rescore of some of the tokens as queries, and all of them as keys."""
+        encoding, own = self.encoding, slice(x.shape[1] - layout.query_count, None)
+        q, k, _ = self.qkv(x)
+        state = encoding.state(x, **encoding.own_qk(q, k))
+        rows = x[:, own] if state else x
+        bias = encoding.bias(rows, layout, state, **encoding.own_qk(q[:, :, own], k[:, :, own]))
+        return bias, encoding.rescore(rows, layout, state)
 
     def parts(
         self, x: Float[Tensor, "batch query width"], layout: TokenLayout, backend: str, **options: Any
@@ -168,11 +190,18 @@ class Layer(nn.Module):
         """Output and log-sum-exp of one pass, (batch, head, query, ...); options are `attend`'s."""
         encoding = self.encoding
         x = encoding.embed(x, layout)
-        q, k, v = self.to_qkv(x).unflatten(-1, (3, encoding.geometry.heads, -1)).permute(2, 0, 3, 1, 4)
-        state = encoding.state(x, layout.query_mask)
+        q, k, v = self.qkv(x)
+        qk = encoding.own_qk(q, k)
+        state = encoding.state(x, layout.query_mask, **qk)
         q, k = encoding.rotate(q, k, layout, state)
-        bias, rescore = encoding.bias(x, layout, state), encoding.rescore(x, layout, state)
-        call = checked_call(q, k, v, layout=layout, bias=bias, rescore=rescore, return_lse=True, **options)
+        made: dict[str, Any] = {
+            "bias": encoding.bias(x, layout, state, **qk),
+            "rescore": encoding.rescore(x, layout, state),
+            "logit_scale": encoding.logit_scale(x, layout),
+            "sink": encoding.sink(x),
+            "scale": self.scale,
+        }
+        call = checked_call(q, k, v, layout=layout, return_lse=True, **(made | options))
         if backend != "auto" and isinstance(refusal := BACKENDS[backend].plan(call), Refusal):
             raise DoesNotApply("; ".join(refusal.reasons))
         out, lse = run(call, backend)
@@ -278,7 +307,8 @@ def agrees_with_reference(subject: Subject) -> None:
     found = {road: _with_gradients(model, x.to(model.to_qkv.weight.dtype)) for road, model in roads.items()}
     exact, plain, ours = found.values()
     assert ours.keys() == exact.keys(), f"No gradient reaches {sorted(exact.keys() - ours.keys())}."
-    _assert_as_exact(ours, plain, exact, subject.length)
+    # A parameter's gradient is a sum over all tokens of the batch.
+    _assert_as_exact(ours, plain, exact, subject.batch * subject.length)
 
 
 def gradients_are_right(subject: Subject) -> None:
@@ -344,9 +374,10 @@ def holds_beyond_its_training_length(subject: Subject) -> None:
 
 def describes_itself(subject: Subject) -> None:
     """It names its paper, and its bias is of the kind it says, float32 or better, with tiles that are parts of it."""
-    encoding, x = subject.layer().encoding, subject.tokens()
+    layer, x = subject.layer(), subject.tokens()
+    encoding = layer.encoding
     assert encoding.paper, "It names no paper."
-    bias = encoding.bias(x, subject.layout())
+    bias, _ = layer.described(x, subject.layout())
     if bias is None:
         assert encoding.kind is None, f"It says {encoding.kind} and has no bias."
         raise DoesNotApply("it has no bias")
@@ -359,8 +390,7 @@ def describes_itself(subject: Subject) -> None:
 
 def is_rebuilt_from_its_parts(subject: Subject) -> None:
     """A bias put together again from its tensors and plain values is the same bias, and so is a rescore."""
-    encoding, x, layout = subject.layer().encoding, subject.tokens(), subject.layout()
-    bias, rescore = encoding.bias(x, layout), encoding.rescore(x, layout)
+    bias, rescore = subject.layer().described(subject.tokens(), subject.layout())
     if bias is not None:
         again = rebuild(type(bias).__name__, bias.tensors(), bias.static())
         assert torch.equal(again.dense(), bias.dense()), "It is not."
@@ -376,14 +406,12 @@ def is_rebuilt_from_its_parts(subject: Subject) -> None:
 
 def spreads_over_the_batch(subject: Subject) -> None:
     """A bias of one sequence or of one head serves all of them, as the reference spreads it, also for a few queries."""
-    encoding = replace(subject, batch=1).layer().encoding
+    layer = replace(subject, batch=1).layer()
     generator = torch.Generator().manual_seed(4)
     for queries in (1, subject.length):
         layout = layout_of(queries, past=subject.length - queries, causal=subject.causal)
-        x = subject.tokens(batch=1)
-        state = encoding.state(x)
         with torch.no_grad():
-            bias = encoding.bias(x[:, -queries:] if state else x, layout, state)
+            bias, _ = layer.described(subject.tokens(batch=1), layout)
         if bias is None:
             raise DoesNotApply("it has no bias")
         shape = (3, subject.heads, subject.length, subject.head_dim)
@@ -429,8 +457,8 @@ def bands_merge(subject: Subject) -> None:
     if layer.encoding.overrides("rescore"):
         raise DoesNotApply("a rescore sees whole rows")
     whole = layer.parts(x, layout, subject.backend)
-    near, far = Band(-subject.length, 5), Band(5)
-    parts = [layer.parts(x, layout, subject.backend, window=band) for band in (near, far)]
+    near, far = {"window": Band(-subject.length, 5)}, {"window": Band(5), "sink": None}
+    parts = [layer.parts(x, layout, subject.backend, **part) for part in (near, far)]
     for got, wanted, name in zip(merge(*parts), whole, ("out", "lse"), strict=True):
         assert_near(got, wanted, name)
 
@@ -520,11 +548,16 @@ def _half_precision_error(subject: Subject, dtype: torch.dtype) -> float:
 
     def run(encoding: Encoding, backend: str, x: Tensor, *qkv: Tensor) -> Tensor:
         q, k, v = qkv
-        q, k = encoding.rotate(q[:, :, -rows:], k, layout)
-        state = encoding.state(x)
-        own = x[:, -rows:] if state else x
-        bias, rescore = encoding.bias(own, layout, state), encoding.rescore(own, layout, state)
-        return attend(q, k, v, layout=layout, bias=bias, rescore=rescore, backend=backend)
+        state = encoding.state(x, **encoding.own_qk(q, k))
+        own, q = x[:, -rows:] if state else x, q[:, :, -rows:]
+        made: dict[str, Any] = {
+            "bias": encoding.bias(own, layout, state, **encoding.own_qk(q, k[:, :, -rows:])),
+            "rescore": encoding.rescore(own, layout, state),
+            "logit_scale": encoding.logit_scale(own, layout),
+            "sink": encoding.sink(own),
+        }
+        q, k = encoding.rotate(q, k, layout, state)
+        return attend(q, k, v, layout=layout, scale=subject.head_dim**-0.5, backend=backend, **made)
 
     with torch.no_grad():
         half = run(encoding, subject.backend, *(t.to(dtype) for t in (x, q, k, v)))

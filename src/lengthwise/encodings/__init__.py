@@ -1,20 +1,33 @@
 """Positional encodings: a file for each idea, with its variants."""
 
 from lengthwise.encodings.alibi import Alibi
+from lengthwise.encodings.bam import Bam
 from lengthwise.encodings.base import Encoding, Geometry, State
 from lengthwise.encodings.cable import Cable, CableNoWeights, KCable
+from lengthwise.encodings.carope import Carope
 from lengthwise.encodings.cope import Cope
 from lengthwise.encodings.dape import Dape, DapeV2
 from lengthwise.encodings.fire import Fire
+from lengthwise.encodings.fope import Fope
 from lengthwise.encodings.fox import Fox
+from lengthwise.encodings.grape_m import GrapeM, GrapeMContext
+from lengthwise.encodings.headscale import HeadScale
+from lengthwise.encodings.hope import Hope
 from lengthwise.encodings.kerple import KerpleLog, KerplePower
 from lengthwise.encodings.learned import Learned
+from lengthwise.encodings.length_scales import Llama4Scale, LogFloor, LogN, Ministral3Scale
 from lengthwise.encodings.none import NoPosition
+from lengthwise.encodings.pope import Pope
 from lengthwise.encodings.registry import ENCODINGS, make, register
+from lengthwise.encodings.repo import Repo
 from lengthwise.encodings.rope import Rope
+from lengthwise.encodings.sandwich import Sandwich
+from lengthwise.encodings.sink import Sink
 from lengthwise.encodings.sinusoidal import Sinusoidal
+from lengthwise.encodings.ssmax import SsMax
 from lengthwise.encodings.t5 import T5
 from lengthwise.encodings.t5_clamped import T5Clamped
+from lengthwise.encodings.xpos import Xpos
 from lengthwise.token_layout import PositionError
 
 __all__ = ["ENCODINGS", "Encoding", "Geometry", "PositionError", "State", "make", "register"]
@@ -23,10 +36,20 @@ ENCODINGS |= {
     "alibi": Alibi,
     "kerple": KerpleLog,
     "kerple-power": KerplePower,
+    "sandwich": Sandwich,
+    "bam": Bam,
     "fire": Fire,
     "t5": T5,
     "t5-clamped": T5Clamped,
     "rope": Rope,
+    "hope": Hope,
+    "xpos": Xpos,
+    "fope": Fope,
+    "pope": Pope,
+    "grape-m": GrapeM,
+    "grape-m-ctx": GrapeMContext,
+    "carope": Carope,
+    "repo": Repo,
     "cable": Cable,
     "cable-nw": CableNoWeights,
     "k-cable": KCable,
@@ -34,6 +57,13 @@ ENCODINGS |= {
     "cope": Cope,
     "dape": Dape,
     "dapev2": DapeV2,
+    "ssmax": SsMax,
+    "logn": LogN,
+    "llama4-scale": Llama4Scale,
+    "ministral3-scale": Ministral3Scale,
+    "log-floor": LogFloor,
+    "headscale": HeadScale,
+    "sink": Sink,
     "none": NoPosition,
     "learned": Learned,
     "sinusoidal": Sinusoidal,

@@ -7,6 +7,8 @@ bias(x, layout, state)         described, added to the scores
 rescore(x, layout, state)      described, instead of the scores
 logit_scale(x, layout)         a factor on the scores of each row
 sink(x)                        a logit that takes weight and gives no value
+
+Where `uses_qk` says so, `state` and `bias` also get the queries and keys of the new tokens, before they are rotated.
 """
 
 import inspect
@@ -19,9 +21,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from lengthwise.bias import Bias, at_least_float32, without_autocast
-from lengthwise.errors import OptionError, check_flag, check_int, describe
+from lengthwise.errors import OptionError, check_flag, check_int, check_tensor, describe
 from lengthwise.rescore import Rescore
-from lengthwise.token_layout import TokenLayout
+from lengthwise.token_layout import TokenLayout, Window
 
 Tokens = Float[Tensor, "batch position width"]
 """The input of the model for `embed`, of the attention block for the other hooks."""
@@ -62,9 +64,9 @@ class Encoding(nn.Module):
     """Whether its bias comes from positions alone: then layers that share it need to build it only once."""
     length_dependent: bool = False
     """Whether `rotate` changes as a sequence grows."""
-    windowed: ClassVar[bool] = True
-    """Whether it is defined where a query sees the nearest keys only."""
-    tables: ClassVar[tuple[str, ...]] = ()
+    uses_qk: ClassVar[bool] = False
+    """Whether `state` and `bias` take the layer's own queries and keys, `q=` and `k=`, of the new tokens."""
+    tables: tuple[str, ...] = ()
     """Its learned tables by name: each entry is a number of its own, which weight decay would only pull to 0."""
 
     def __init__(self, geometry: Geometry) -> None:
@@ -118,13 +120,19 @@ class Encoding(nn.Module):
         """What makes the scores of content and bias, if it is not their sum; x and state as for `bias`."""
         return None
 
-    def logit_scale(self, x: Tokens, layout: TokenLayout) -> Float[Tensor, "#batch #head query"] | None:
+    def logit_scale(
+        self, x: Tokens, layout: TokenLayout, *, window: Window | None = None
+    ) -> Float[Tensor, "#batch #head #query"] | None:
         """A factor on the scores of each row, bias included; x holds the new tokens, one per query."""
         return None
 
     def sink(self, x: Tokens) -> Float[Tensor, " head"] | Float[Tensor, "#batch head query"] | None:
         """A logit per head, or per row, that takes weight and gives no value."""
         return None
+
+    def own_qk(self, q: Tensor, k: Tensor) -> dict[str, Tensor]:
+        """The keywords by which `state` and `bias` get the layer's queries and keys, if they use them."""
+        return {"q": q, "k": k} if self.uses_qk else {}
 
     @property
     def limit(self) -> int | None:
@@ -151,6 +159,11 @@ class Encoding(nn.Module):
         nested = [part for part in self.modules() if isinstance(part, Encoding)]
         tables = {id(getattr(part, name)) for part in nested for name in part.tables}
         return [parameter for parameter in self.parameters() if parameter.ndim < 2 or id(parameter) in tables]
+
+    @classmethod
+    def takes_window(cls, window: Window) -> bool:
+        """Whether it is defined where a query sees the keys of a window alone."""
+        return True
 
     @classmethod
     def overrides(cls, hook: str) -> bool:
@@ -192,6 +205,37 @@ def checked_count(x: Tokens, positions: Int[Tensor, "#batch position"], of: str)
         )
     if positions.shape[0] not in (1, x.shape[0]):
         raise ValueError(f"the layout must be of x's {x.shape[0]} sequences, or of 1 for all, got {positions.shape[0]}")
+
+
+def checked_state(
+    state: State | None, name: str, batch: int, heads: int, keys: int, *axes: int
+) -> Float[Tensor, "batch head key *axis"]:
+    """A part of the state by name, or an error unless it covers all keys and every head."""
+    if not isinstance(state, dict) or name not in state:
+        has = f"a dictionary of {sorted(state)}" if isinstance(state, dict) else describe(state)
+        raise ValueError(f"the state must be a dictionary with {name!r}, got {has}; pass encoding.state(x)")
+    numbers = state[name]
+    if numbers.ndim == 3 + len(axes) and numbers.shape[2] != keys:
+        raise ValueError(
+            f"the state must cover all {keys} keys, old and new, got {numbers.shape[2]}; append encoding.state(x) of "
+            "the new tokens to the cached state before asking for more"
+        )
+    check_tensor(f"the state's {name}", numbers, (batch, heads, keys, *axes), "floating-point")
+    return numbers
+
+
+def masked_tokens(
+    numbers: Float[Tensor, "batch head position *axis"], key_mask: Bool[Tensor, "#batch position"] | None
+) -> Float[Tensor, "batch head position *axis"]:
+    """A state's numbers with 0 for masked tokens, or an error unless the mask has an entry for each."""
+    if key_mask is None:
+        return numbers
+    batch, _, count = numbers.shape[:3]
+    check_tensor("key_mask", key_mask, ("batch", count), "bool", "True for tokens, False for padding.")
+    if key_mask.shape[0] not in (1, batch):
+        raise ValueError(f"key_mask must have a row for each of {batch} sequences, or one; got {tuple(key_mask.shape)}")
+    real = key_mask[:, None].reshape(key_mask.shape[0], 1, count, *(1 for _ in numbers.shape[3:]))
+    return numbers.where(real, 0)
 
 
 def project(layer: nn.Linear, x: Tokens) -> Float[Tensor, "batch head position"]:

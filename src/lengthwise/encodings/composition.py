@@ -22,7 +22,7 @@ from lengthwise.bias import Bias, SumBias, at_least_float32
 from lengthwise.encodings.base import Encoding, Geometry, State, Tokens
 from lengthwise.errors import OptionError, describe
 from lengthwise.rescore import Rescore
-from lengthwise.token_layout import TokenLayout
+from lengthwise.token_layout import TokenLayout, Window
 
 
 class Composition(Encoding):
@@ -62,6 +62,11 @@ class Composition(Encoding):
         return any(member.overrides(hook) for member in cls.members)
 
     @classmethod
+    def takes_window(cls, window: Window) -> bool:
+        """Whether all parts do."""
+        return all(member.takes_window(window) for member in cls.members)
+
+    @classmethod
     def options(cls) -> tuple[str, ...]:
         """The names of the parts, each of which has options of its own."""
         return cls.names
@@ -77,9 +82,16 @@ class Composition(Encoding):
             x = part.embed(x, layout)
         return x
 
-    def state(self, x: Tokens, key_mask: Bool[Tensor, "#batch position"] | None = None) -> State | None:
+    def state(
+        self,
+        x: Tokens,
+        key_mask: Bool[Tensor, "#batch position"] | None = None,
+        *,
+        q: Tensor | None = None,
+        k: Tensor | None = None,
+    ) -> State | None:
         """The states of all parts, each name behind that of its part."""
-        states = {name: part.state(x, key_mask) or {} for name, part in self._parts()}
+        states = {name: part.state(x, key_mask, **_own_qk(part, q, k)) or {} for name, part in self._parts()}
         return {f"{name}.{key}": value for name, own in states.items() for key, value in own.items()} or None
 
     def rotate(
@@ -94,9 +106,17 @@ class Composition(Encoding):
             q, k = part.rotate(q, k, layout, _own(state, name))
         return q, k
 
-    def bias(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> Bias | None:
+    def bias(
+        self,
+        x: Tokens,
+        layout: TokenLayout,
+        state: State | None = None,
+        *,
+        q: Tensor | None = None,
+        k: Tensor | None = None,
+    ) -> Bias | None:
         """The sum of the biases of all parts."""
-        every = [part.bias(x, layout, _own(state, name)) for name, part in self._parts()]
+        every = [part.bias(x, layout, _own(state, name), **_own_qk(part, q, k)) for name, part in self._parts()]
         terms = tuple(bias for bias in every if bias is not None)
         return SumBias(terms) if len(terms) > 1 else terms[0] if terms else None
 
@@ -107,15 +127,17 @@ class Composition(Encoding):
                 return part.rescore(x, layout, _own(state, name))
         return None
 
-    def logit_scale(self, x: Tokens, layout: TokenLayout) -> Float[Tensor, "#batch #head query"] | None:
+    def logit_scale(
+        self, x: Tokens, layout: TokenLayout, *, window: Window | None = None
+    ) -> Float[Tensor, "#batch #head #query"] | None:
         """The product of the factors of all parts."""
-        return _joined(torch.mul, [part.logit_scale(x, layout) for _, part in self._parts()])
+        return _joined(torch.mul, [part.logit_scale(x, layout, window=window) for _, part in self._parts()])
 
     def sink(self, x: Tokens) -> Float[Tensor, " head"] | Float[Tensor, "#batch head query"] | None:
         """One that takes as much weight as those of all parts together."""
         every = [part.sink(x) for _, part in self._parts()]
         sinks = [sink for sink in every if sink is not None]
-        by_row = any([sink.ndim > 1 for sink in sinks])
+        by_row = 3 in [sink.ndim for sink in sinks]
         spread = [at_least_float32(sink[None, :, None] if by_row and sink.ndim == 1 else sink) for sink in sinks]
         return _joined(torch.logaddexp, spread)
 
@@ -154,7 +176,7 @@ def compose(names: tuple[str, ...], members: tuple[type[Encoding], ...]) -> type
         "members": members,
         "paper": "; ".join(dict.fromkeys(member.paper for member in members)),
         "two_sided": all(member.two_sided for member in members),
-        "windowed": all(member.windowed for member in members),
+        "uses_qk": any(member.uses_qk for member in members),
     }
     return type(name, (Composition,), facts)
 
@@ -169,6 +191,10 @@ def _own(state: State | None, part: str) -> State | None:
     prefix = f"{part}."
     own = {name.removeprefix(prefix): x for name, x in (state or {}).items() if name.startswith(prefix)}
     return own or None
+
+
+def _own_qk(part: Encoding, q: Tensor | None, k: Tensor | None) -> dict[str, Tensor]:
+    return {} if q is None or k is None else part.own_qk(q, k)
 
 
 def _joined(join: Callable[[Tensor, Tensor], Tensor], every: Sequence[Tensor | None]) -> Tensor | None:

@@ -179,11 +179,11 @@ class LengthwiseConfig(PreTrainedConfig):
     def stock_attention(self) -> str | None:
         """What keeps the attention functions of transformers from computing this model; None if they can.
 
-        They add to the scores, and can neither replace nor scale them.
+        They add to the scores, and can neither replace nor cap them.
         """
         if self.softcap is not None:
             return "a softcap"
-        return next((f"a {hook}" for hook in ("rescore", "logit_scale", "sink") if self.overrides(hook)), None)
+        return "a rescore" if self.overrides("rescore") else None
 
     @property
     def layer_types(self) -> list[str] | None:
@@ -240,8 +240,8 @@ class LengthwiseConfig(PreTrainedConfig):
         # Kept here for the caches of compiled graphs.
         self._reaches = [spec.reach for spec in self.schedule]
         for spec in specs:
-            if spec.window is not None and not find(spec.encoding).windowed:
-                raise OptionError(f"{spec.encoding!r} must see all keys, got a window in layer {spec.label!r}")
+            if spec.window is not None and not find(spec.encoding).takes_window(spec.window):
+                raise OptionError(f"{spec.encoding!r} cannot have such a window, got the layer {spec.label!r}")
         if self.share_encoding and any((s.encoding, s.options) != (specs[0].encoding, specs[0].options) for s in specs):
             raise OptionError(f"share_encoding needs layers with one encoding, got {self.label!r}")
         with torch.device("meta"):

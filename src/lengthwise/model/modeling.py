@@ -128,7 +128,8 @@ class LengthwiseAttention(nn.Module):
         """What attention adds to the tokens, and its weights if they were asked for."""
         encoding = encoding or self.encoding
         q, k, v = self.project(x)
-        state = encoding.state(x, layout.query_mask)
+        qk = encoding.own_qk(q, k)
+        state = encoding.state(x, layout.query_mask, **qk)
         # Keys are cached as they meet queries, unless that changes as the sequence grows.
         rotates, late = encoding.overrides("rotate"), encoding.rotates_late
         if rotates and not late:
@@ -143,7 +144,7 @@ class LengthwiseAttention(nn.Module):
         if rotates and late:
             q, k = self.turn(encoding, q, k, layout, state)
         if bias is None:
-            bias = encoding.bias(x, layout, state)
+            bias = encoding.bias(x, layout, state, **qk)
         if added is not None:
             bias = added if bias is None else SumBias((bias, added))
         options: dict[str, Any] = {
@@ -152,7 +153,7 @@ class LengthwiseAttention(nn.Module):
             "window": self.window,
             "scale": self.scaling,
             "softcap": self.config.softcap,
-            "logit_scale": encoding.logit_scale(x, layout),
+            "logit_scale": encoding.logit_scale(x, layout, window=self.window),
             "sink": encoding.sink(x),
         }
         implementation = self.config._attn_implementation
