@@ -18,6 +18,7 @@ VARIANTS = [
     ("cable+dape", {}),
     ("cable+dapev2", {}),
     ("alibi+dapev2", {}),
+    ("rope+fox+ssmax+sink", {}),
 ]
 CASES = [(name, {}) for name in lw.ENCODINGS] + VARIANTS
 

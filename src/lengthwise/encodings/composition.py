@@ -131,7 +131,8 @@ class Composition(Encoding):
         self, x: Tokens, layout: TokenLayout, *, window: Window | None = None
     ) -> Float[Tensor, "#batch #head #query"] | None:
         """The product of the factors of all parts."""
-        return _joined(torch.mul, [part.logit_scale(x, layout, window=window) for _, part in self._parts()])
+        own = {} if window is None else {"window": window}
+        return _joined(torch.mul, [part.logit_scale(x, layout, **own) for _, part in self._parts()])
 
     def sink(self, x: Tokens) -> Float[Tensor, " head"] | Float[Tensor, "#batch head query"] | None:
         """One that takes as much weight as those of all parts together."""

@@ -166,9 +166,9 @@ class LengthwiseConfig(PreTrainedConfig):
 
     @property
     def label(self) -> str:
-        """Its encodings in short: "cable", "rope:512,none"."""
+        """Its encodings in short: "cable", "rope:512,none", "learned; alibi:512,alibi"."""
         own = ",".join(spec.label for spec in self._listed())
-        return own if self.embed is None else f"{parse_layer(self.embed).encoding},{own}"
+        return own if self.embed is None else f"{parse_layer(self.embed).encoding}; {own}"
 
     def overrides(self, hook: str, *, everywhere: bool = False) -> bool:
         """Whether the encoding of some layer has that hook, or that of every layer."""

@@ -147,13 +147,14 @@ class LengthwiseAttention(nn.Module):
             bias = encoding.bias(x, layout, state, **qk)
         if added is not None:
             bias = added if bias is None else SumBias((bias, added))
+        own = {} if self.window is None else {"window": self.window}
         options: dict[str, Any] = {
             "bias": bias,
             "rescore": encoding.rescore(x, layout, state),
             "window": self.window,
             "scale": self.scaling,
             "softcap": self.config.softcap,
-            "logit_scale": encoding.logit_scale(x, layout, window=self.window),
+            "logit_scale": encoding.logit_scale(x, layout, **own),
             "sink": encoding.sink(x),
         }
         implementation = self.config._attn_implementation
