@@ -64,6 +64,8 @@ class Encoding(nn.Module):
     """Whether its bias comes from positions alone: then layers that share it need to build it only once."""
     length_dependent: bool = False
     """Whether `rotate` changes as a sequence grows."""
+    widens: ClassVar[bool] = False
+    """Whether `rotate` gives queries and keys more channels than it is given."""
     uses_qk: ClassVar[bool] = False
     """Whether `state` and `bias` take the layer's own queries and keys, `q=` and `k=`, of the new tokens."""
     tables: tuple[str, ...] = ()

@@ -152,6 +152,11 @@ class Composition(Encoding):
         """Whether a part does."""
         return any(part.turns_by_state for _, part in self._parts())
 
+    @property
+    def rotates_late(self) -> bool:
+        """Whether a part does."""
+        return any(part.rotates_late for _, part in self._parts())
+
     def _parts(self) -> list[tuple[str, Encoding]]:
         return [(name, cast(Encoding, part)) for name, part in self.parts.items()]
 
@@ -172,11 +177,18 @@ def compose(names: tuple[str, ...], members: tuple[type[Encoding], ...]) -> type
             f"at most one part of a composition can replace the scores, got {' and '.join(map(repr, rescores))} in "
             f"{name!r}"
         )
+    rotating = [(own, member) for own, member in zip(names, members, strict=True) if member.overrides("rotate")]
+    for own, member in rotating[:-1]:
+        if member.widens:
+            raise ValueError(
+                f"{own!r} gives queries and keys more channels, so it must be the last to turn, got {name!r}"
+            )
     facts = {
         "names": names,
         "members": members,
         "paper": "; ".join(dict.fromkeys(member.paper for member in members)),
         "two_sided": all(member.two_sided for member in members),
+        "widens": any(member.widens for member in members),
         "uses_qk": any(member.uses_qk for member in members),
     }
     return type(name, (Composition,), facts)
