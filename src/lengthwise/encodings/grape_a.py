@@ -73,7 +73,7 @@ class GrapeA(Encoding):
 
     def _gate(self, x: Tensor | None, vector: Tensor) -> Float[Tensor, "batch head position"]:
         if x is None:
-            raise ValueError("grape-a needs the layer's queries and keys; pass q=q, k=k to `state` and `bias`")
+            raise ValueError("grape-a needs the layer's queries and keys, got none; pass q=q, k=k to the hook")
         x, direction = at_least_float32(x), F.normalize(at_least_float32(vector), dim=-1)
         if x.shape[1] != self.geometry.heads:
             x = x.repeat_interleave(self.geometry.heads // x.shape[1], 1)
