@@ -10,6 +10,7 @@ from lengthwise.encodings.dape import Dape, DapeV2
 from lengthwise.encodings.fire import Fire
 from lengthwise.encodings.fope import Fope
 from lengthwise.encodings.fox import Fox
+from lengthwise.encodings.grape_a import GrapeA
 from lengthwise.encodings.grape_m import GrapeM, GrapeMContext
 from lengthwise.encodings.headscale import HeadScale
 from lengthwise.encodings.hope import Hope
@@ -17,14 +18,17 @@ from lengthwise.encodings.kerple import KerpleLog, KerplePower
 from lengthwise.encodings.learned import Learned
 from lengthwise.encodings.length_scales import Llama4Scale, LogFloor, LogN, Ministral3Scale
 from lengthwise.encodings.none import NoPosition
+from lengthwise.encodings.path import Path
 from lengthwise.encodings.pope import Pope
 from lengthwise.encodings.registry import ENCODINGS, make, register
 from lengthwise.encodings.repo import Repo
 from lengthwise.encodings.rope import Rope
 from lengthwise.encodings.sandwich import Sandwich
+from lengthwise.encodings.selective_rope import SelectiveRope
 from lengthwise.encodings.sink import Sink
 from lengthwise.encodings.sinusoidal import Sinusoidal
 from lengthwise.encodings.ssmax import SsMax
+from lengthwise.encodings.stick_breaking import StickBreaking
 from lengthwise.encodings.t5 import T5
 from lengthwise.encodings.t5_clamped import T5Clamped
 from lengthwise.encodings.xpos import Xpos
@@ -50,13 +54,17 @@ ENCODINGS |= {
     "grape-m-ctx": GrapeMContext,
     "carope": Carope,
     "repo": Repo,
+    "selective-rope": SelectiveRope,
     "cable": Cable,
     "cable-nw": CableNoWeights,
     "k-cable": KCable,
     "fox": Fox,
+    "grape-a": GrapeA,
     "cope": Cope,
     "dape": Dape,
     "dapev2": DapeV2,
+    "stick-breaking": StickBreaking,
+    "path": Path,
     "ssmax": SsMax,
     "logn": LogN,
     "llama4-scale": Llama4Scale,

@@ -51,18 +51,19 @@ class Fope(Encoding):
         slowest = 2 * math.pi / geometry.train_length
         self.waves_in = max(1, sum(base ** (-k / pairs) >= slowest for k in range(pairs)))
         self.waves_out = min(self.waves_in, max(1, geometry.head_dim // 4))
-        if learned:
-            self.tables = ("mixture",)
-            self.mixture = nn.Parameter(torch.empty(2, geometry.heads, self.waves_in, self.waves_out))
-            self.reset_parameters()
+        # Neither a buffer, which a model in half precision would round, nor a parameter unless it is learned.
+        self.drawn = self._draw()
+        self.mixture = nn.Parameter(torch.empty(self.drawn.shape)) if learned else None
+        self.tables = ("mixture",) if learned else ()
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """The mixture that belongs to the seed, if it is learned."""
-        if hasattr(self, "mixture"):
+        if self.mixture is not None:
             with torch.no_grad():
-                self.mixture.copy_(self.drawn())
+                self.mixture.copy_(self.drawn)
 
-    def drawn(self) -> Float[Tensor, "2 head wave pair"]:
+    def _draw(self) -> Float[Tensor, "2 head wave pair"]:
         """The mixtures of cosine and sine that belong to the seed, on the CPU whatever the default device."""
         shape = (2, self.geometry.heads, self.waves_in, self.waves_out)
         with torch.device("cpu"):
@@ -85,7 +86,7 @@ class Fope(Encoding):
     ) -> tuple[Tensor, Tensor]:
         """Both turned by the mixtures at their positions."""
         check_turned(q, k, layout, self.geometry, own_heads=True)
-        mixture = at_least_float32(self.mixture) if hasattr(self, "mixture") else self.drawn().to(layout.query.device)
+        mixture = self.drawn.to(layout.query.device) if self.mixture is None else at_least_float32(self.mixture)
         query = self._waves(layout.query, mixture)
         key = query if layout.key is layout.query else self._waves(layout.key, mixture)
         return turn(q, query), turn(k, key)
