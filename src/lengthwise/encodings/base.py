@@ -64,8 +64,12 @@ class Encoding(nn.Module):
     """Whether its bias comes from positions alone: then layers that share it need to build it only once."""
     length_dependent: bool = False
     """Whether `rotate` changes as a sequence grows."""
-    widens: ClassVar[bool] = False
-    """Whether `rotate` gives queries and keys more channels than it is given."""
+    windowed: ClassVar[bool] = True
+    """Whether it is defined where a query sees the nearest keys only."""
+    turns_last: ClassVar[bool] = False
+    """Whether nothing may turn or norm queries and keys after it: it widens them, or factors would no longer cancel."""
+    rescores_qk: ClassVar[bool] = False
+    """Whether its rescore reads queries and keys themselves, not only the products of both."""
     uses_qk: ClassVar[bool] = False
     """Whether `state` and `bias` take the layer's own queries and keys, `q=` and `k=`, of the new tokens."""
     tables: tuple[str, ...] = ()
@@ -164,8 +168,8 @@ class Encoding(nn.Module):
 
     @classmethod
     def takes_window(cls, window: Window) -> bool:
-        """Whether it is defined where a query sees the keys of a window alone."""
-        return True
+        """Whether it is defined where a query sees the keys of this window alone."""
+        return cls.windowed
 
     @classmethod
     def overrides(cls, hook: str) -> bool:

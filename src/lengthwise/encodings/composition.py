@@ -171,24 +171,31 @@ def compose(names: tuple[str, ...], members: tuple[type[Encoding], ...]) -> type
     name = "+".join(names)
     if len(set(names)) != len(names):
         raise ValueError(f"each part of a composition must be there once, got {name!r}")
-    rescores = [own for own, member in zip(names, members, strict=True) if member.overrides("rescore")]
+    parts = list(zip(names, members, strict=True))
+    rescores = [own for own, member in parts if member.overrides("rescore")]
     if len(rescores) > 1:
         raise ValueError(
             f"at most one part of a composition can replace the scores, got {' and '.join(map(repr, rescores))} in "
             f"{name!r}"
         )
-    rotating = [(own, member) for own, member in zip(names, members, strict=True) if member.overrides("rotate")]
-    for own, member in rotating[:-1]:
-        if member.widens:
-            raise ValueError(
-                f"{own!r} gives queries and keys more channels, so it must be the last to turn, got {name!r}"
-            )
+    turning = [(own, member) for own, member in parts if member.overrides("rotate")]
+    last = [own for own, member in turning if member.turns_last]
+    if last and last != [turning[-1][0]]:
+        raise ValueError(f"{last[0]!r} must be the last part that turns queries and keys, got {name!r}")
+    # Of these only the products of queries and keys have a meaning: both may be turned by any angle, or grow together.
+    relative = [own for own, member in turning if member.turns_last or member.overrides("state")]
+    reading = [own for own, member in parts if member.rescores_qk or member.turns_last]
+    if relative and reading and set(relative) != set(reading):
+        raise ValueError(
+            f"{reading[0]!r} must have queries and keys that are not turned relative to one another, as by "
+            f"{relative[0]!r}, got {name!r}"
+        )
     facts = {
         "names": names,
         "members": members,
         "paper": "; ".join(dict.fromkeys(member.paper for member in members)),
         "two_sided": all(member.two_sided for member in members),
-        "widens": any(member.widens for member in members),
+        "turns_last": any(member.turns_last for member in members),
         "uses_qk": any(member.uses_qk for member in members),
     }
     return type(name, (Composition,), facts)

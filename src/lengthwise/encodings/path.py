@@ -42,6 +42,7 @@ class Path(Encoding):
     """Tokens that reflect what looks past them."""
 
     paper = "Yang et al. 2025, arXiv 2505.16381"
+    rescores_qk = True
     two_sided = False
     windowed = False
     tables = ("taps",)

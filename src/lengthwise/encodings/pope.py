@@ -28,7 +28,7 @@ class Pope(Encoding):
 
     paper = "Gopalakrishnan et al. 2025, arXiv 2509.10534"
     tables = ("delta",)
-    widens = True
+    turns_last = True
 
     def __init__(self, geometry: Geometry, *, base: float = 10000.0) -> None:
         super().__init__(geometry)

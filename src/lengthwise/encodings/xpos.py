@@ -26,6 +26,7 @@ class Xpos(Rope):
 
     paper = "Sun et al. 2023, arXiv 2212.10554"
     two_sided = False
+    turns_last = True
 
     def __init__(
         self, geometry: Geometry, *, base: float = 10000.0, layout: PairLayout = "interleaved", decay: float = 512.0

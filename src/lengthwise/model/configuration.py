@@ -242,10 +242,8 @@ class LengthwiseConfig(PreTrainedConfig):
         for spec in specs:
             if spec.window is not None and not find(spec.encoding).takes_window(spec.window):
                 raise OptionError(f"{spec.encoding!r} cannot have such a window, got the layer {spec.label!r}")
-            if self.qk_norm and self.qk_norm_place == "after" and find(spec.encoding).widens:
-                raise OptionError(
-                    f"qk_norm must be before {spec.encoding!r}, which gives keys more channels, got 'after'"
-                )
+            if self.qk_norm and self.qk_norm_place == "after" and find(spec.encoding).turns_last:
+                raise OptionError(f"qk_norm must be before {spec.encoding!r}, which turns keys last, got 'after'")
         if self.share_encoding and any((s.encoding, s.options) != (specs[0].encoding, specs[0].options) for s in specs):
             raise OptionError(f"share_encoding needs layers with one encoding, got {self.label!r}")
         with torch.device("meta"):
