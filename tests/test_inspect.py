@@ -15,7 +15,19 @@ from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.views.maps import QUANTITIES
 
 CONTEXT_FREE = ["alibi", "kerple", "kerple-power", "sandwich", "bam", "fire", "fire-short", "t5", "t5-clamped"]
-CONTEXTUAL = ["cable", "cable-nw", "k-cable", "fox", "cope", "dape", "dapev2", "dapev2-cable"]
+CONTEXTUAL = [
+    "cable",
+    "cable-nw",
+    "k-cable",
+    "fox",
+    "grape-a",
+    "cope",
+    "dape",
+    "dapev2",
+    "dapev2-cable",
+    "stick-breaking",
+    "path",
+]
 WITHOUT_BIAS = [case for case in CASES if case not in CONTEXT_FREE + CONTEXTUAL]
 
 

@@ -28,7 +28,7 @@ from lengthwise.token_layout import TokenLayout, Window
 Tokens = Float[Tensor, "batch position width"]
 """The input of the model for `embed`, of the attention block for the other hooks."""
 
-State = dict[str, Float[Tensor, "batch head key *axis"]]
+State = dict[str, Float[Tensor, "batch head key ..."]]
 """Per-token numbers by name, float32 or better: whoever runs the model keeps them beside the keys."""
 
 HOOKS = ("embed", "rotate", "rescore", "bias", "logit_scale", "sink")

@@ -183,7 +183,7 @@ def remember(
     layer: int,
     k: Float[Tensor, "batch kv_head query dim"],
     v: Float[Tensor, "batch kv_head query dim"],
-    state: dict[str, Float[Tensor, "batch head query *axis"]] | None,
+    state: dict[str, Float[Tensor, "batch head query ..."]] | None,
 ) -> tuple[Tensor, Tensor, State | None]:
     """Add new tokens to the cache; keys, values and state of all slots that it has."""
     if not state:
