@@ -35,7 +35,7 @@ from lengthwise.model.checkpoint_checks import checked_checkpoint, checked_loadi
 from lengthwise.model.configuration import LengthwiseConfig
 from lengthwise.model.layout import added_by, make_layout, with_mask
 from lengthwise.model.losses import head_loss
-from lengthwise.model.schedule import LayerSpec
+from lengthwise.model.schedule import LayerSpec, parse_layer
 from lengthwise.token_layout import Slot, TokenLayout, Window
 
 logger = logging.get_logger(__name__)
@@ -48,6 +48,15 @@ def make_encoding(config: LengthwiseConfig, spec: LayerSpec) -> Encoding:
     """A new encoding; one that is not double is float32 whatever the model's dtype."""
     encoding = build(spec.encoding, config.geometry, spec.options)
     return encoding if torch.get_default_dtype() == torch.float64 else encoding.float()
+
+
+def windows_of(config: LengthwiseConfig) -> list[Window | None]:
+    """The window of every layer.
+
+    Read again from plain values: transformers loads the config of an exported model apart from its code, with a copy of
+    every class.
+    """
+    return [parse_layer(spec.stored()).window for spec in config.schedule]
 
 
 class Projection(Conv1D):
@@ -82,7 +91,7 @@ class LengthwiseAttention(nn.Module):
         super().__init__()
         spec = config.schedule[layer_idx]
         dim, heads, kv_heads = config.geometry.head_dim, config.n_head, config.n_kv_head or config.n_head
-        self.config, self.layer_idx, self.window = config, layer_idx, spec.window
+        self.config, self.layer_idx, self.window = config, layer_idx, windows_of(config)[layer_idx]
         self.scaling = dim**-0.5 if config.scale is None else float(config.scale)
         self.is_causal = True
         self.num_key_value_groups = heads // kv_heads
@@ -300,7 +309,7 @@ class LengthwiseModel(LengthwisePreTrainedModel):
         if config.share_encoding:
             self.encoding = make_encoding(config, config.schedule[0])
         self.drop = nn.Dropout(config.embd_pdrop)
-        self.windows = [spec.window for spec in config.schedule]
+        self.windows = windows_of(config)
         self.reaches = [spec.reach for spec in config.schedule]
         self.h = nn.ModuleList([LengthwiseBlock(config, layer) for layer in range(config.n_layer)])
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)

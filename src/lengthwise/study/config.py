@@ -30,7 +30,7 @@ class StudyConfig:
 
     out: str = option("study", "the study's folder")
     title: str = option("Positional encodings beyond their training length", "the heading of the report")
-    encodings: list[str] = option(PAPER_ENCODINGS, "the encodings that are compared")  # noqa: RUF009
+    encodings: list[str] = option(PAPER_ENCODINGS, "what is compared: encodings, or schedules of layers, rope:64,none")  # noqa: RUF009
     encoding_options: dict[str, dict[str, Any]] = option(  # noqa: RUF009
         {}, 'by encoding: {"sinusoidal": {"amplitude": 0.1}}'
     )

@@ -24,7 +24,7 @@ class StudyRun:
     @property
     def name(self) -> str:
         """The name of the run's folder."""
-        return f"{self.encoding}-{self.seed}"
+        return run_name(self.encoding, self.seed)
 
     @property
     def resolved(self) -> ResolvedTrainConfig:
@@ -58,7 +58,7 @@ class StudyRun:
         words = ["train"]
         for field in dataclasses.fields(TrainConfig):
             value = getattr(self.config, field.name)
-            if value == getattr(default, field.name) and field.name != "encoding":
+            if value == getattr(default, field.name):
                 continue
             name = field.name.replace("_", "-")
             if isinstance(value, bool):
@@ -73,6 +73,20 @@ class StudyRun:
         return shlex.join(["lengthwise", *self.arguments()])
 
 
+def run_name(encoding: str, seed: int) -> str:
+    """The name of a run's folder.
+
+    >>> run_name("rope:64,none", 1)
+    'rope64-none-1'
+    """
+    return f"{encoding.replace(':', '').replace(',', '-')}-{seed}"
+
+
+def is_schedule(encoding: str) -> bool:
+    """Whether it is a schedule of layers, in short, and no encoding."""
+    return ":" in encoding or "," in encoding
+
+
 def study_runs(config: StudyConfig) -> list[StudyRun]:
     """All runs of a study, seed by seed, so that a study that is stopped early has all encodings."""
     for name, values in (("encodings", config.encodings), ("seeds", config.seeds)):
@@ -81,7 +95,8 @@ def study_runs(config: StudyConfig) -> list[StudyRun]:
         if len(set(values)) != len(values):
             raise ValueError(f"{name} of a study must differ, got {values}")
     for encoding in (*config.encodings, *config.encoding_options):
-        find(encoding)
+        if not is_schedule(encoding):
+            find(encoding)
     # Other lengths are measured at the end, and better; while training they would only take time.
     length = config.training.resolved().length
     runs = []
@@ -89,8 +104,9 @@ def study_runs(config: StudyConfig) -> list[StudyRun]:
         for encoding in config.encodings:
             own = dataclasses.replace(
                 config.training,
-                out=str(Path(config.out) / "runs" / f"{encoding}-{seed}"),
-                encoding=encoding,
+                out=str(Path(config.out) / "runs" / run_name(encoding, seed)),
+                encoding=None if is_schedule(encoding) else encoding,
+                layers=encoding if is_schedule(encoding) else None,
                 encoding_options=config.encoding_options.get(encoding),
                 seed=seed,
                 resume=True,
