@@ -3,7 +3,7 @@
 import pytest
 import torch
 from browser_kit import Seen, needs_chromium, open_browser
-from model_kit import loud_model, tokens
+from model_kit import SCHEDULES, loud_model, tokens
 
 from lengthwise.inspect import position_maps, position_views
 from lengthwise.views.page import Page, Snapshot
@@ -37,6 +37,13 @@ def test_maps_of_a_layer_with_a_window_are_masked_by_it():
     assert not weights[1][:, chunk].isnan().any()
     with pytest.raises(ValueError, match="adds none"):
         position_maps(model, tokens(1), "all", "bias")
+
+
+@pytest.mark.parametrize("case", SCHEDULES)
+@torch.no_grad()
+def test_every_schedule_can_be_captured(case):
+    views = position_views(loud_model(case), tokens(), "all")
+    assert views["weights"].layers == views["scores"].layers == (0, 1)
 
 
 @needs_chromium
