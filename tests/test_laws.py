@@ -11,6 +11,12 @@ from lengthwise.testing import LAWS, TRIED, DoesNotApply, Subject, padding_chang
 
 VARIANTS = [
     ("alibi", {"slopes": "interleaved"}),
+    ("alibi", {"learned": True}),
+    ("bam", {"learned": "all"}),
+    ("fope", {"learned": True}),
+    ("grape-m", {"per_head": True}),
+    ("stick-breaking", {"attend_current": True}),
+    ("rope", {"part": 0.5, "resonance": True}),
     ("fire", {"threshold": 8.0}),
     ("rope", {"layout": "interleaved"}),
     ("rope", {"scaling": {"type": "dynamic", "factor": 4.0}}),

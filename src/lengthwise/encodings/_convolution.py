@@ -18,13 +18,15 @@ def convolved(
     """out[t] = sum of weight[tap] * numbers[t - (taps - 1) + tap]; nothing is before the first token of a document."""
     weight = at_least_float32(weight)
     taps, keys = weight.shape[2], numbers.shape[2]
-    documents = layout.key_documents
     total = numbers * weight[:, None, :, -1]
+    # Where a position does not rise a document begins, also under an explicit mask, which knows no documents.
+    begins = F.pad(layout.key[:, 1:] <= layout.key[:, :-1], (1, 0))
+    if layout.key_documents is not None:
+        begins = begins | F.pad(layout.key_documents[:, 1:] != layout.key_documents[:, :-1], (1, 0))
+    document = begins.cumsum(1)
     for back in range(1, taps):
-        before = F.pad(numbers, (0, 0, back, 0))[:, :, :keys]
-        if documents is not None:
-            same = F.pad(documents[:, back:] == documents[:, :-back], (back, 0))[:, :keys]
-            before = before.where(same[:, None, :, None], 0)
+        same = F.pad(document, (back, 0), value=-1)[:, :keys] == document
+        before = F.pad(numbers, (0, 0, back, 0))[:, :, :keys].where(same[:, None, :, None], 0)
         total = total + before * weight[:, None, :, taps - 1 - back]
     return total
 
