@@ -16,7 +16,7 @@ from lengthwise.testing import RELATIVE, assert_near
 
 PARAMETERS = {"tiny": 44_670_976, "small": 123_689_472, "medium": 353_822_720}
 STEPS = 6
-CLASSES = {case: lw.ENCODINGS[name] for case, (name, _) in CASES.items()}
+CLASSES = {case: find(name) for case, (name, _) in CASES.items()}
 
 
 @pytest.mark.parametrize("size", PRESETS)
@@ -336,9 +336,7 @@ def test_a_saved_model_loads_to_the_same_bits_through_the_auto_classes(case, tmp
     assert AutoConfig.from_pretrained(tmp_path).to_dict()["encoding"] == CASES[case][0]
 
 
-OF_TOKENS = [
-    case for case, (name, _) in CASES.items() if (cls := find(name)).overrides("bias") and not cls.uses_qk
-]
+OF_TOKENS = [case for case, (name, _) in CASES.items() if (cls := find(name)).overrides("bias") and not cls.uses_qk]
 
 
 @pytest.mark.parametrize("case", OF_TOKENS)

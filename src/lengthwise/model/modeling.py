@@ -95,8 +95,8 @@ class LengthwiseAttention(nn.Module):
         self.scaling = dim**-0.5 if config.scale is None else float(config.scale)
         self.is_causal = True
         self.num_key_value_groups = heads // kv_heads
-        self.widths = (heads * dim, kv_heads * dim, kv_heads * dim)
-        self.c_attn = Projection(sum(self.widths), config.n_embd, bias=config.qkv_bias)
+        self.heads = (heads, kv_heads, kv_heads)
+        self.c_attn = Projection(sum(self.heads) * dim, config.n_embd, bias=config.qkv_bias)
         self.c_proj = ResidualConv1D(config.n_embd, heads * dim, bias=config.out_bias)
         rotates = find(spec.encoding).overrides("rotate")
         self.norm_place = (
@@ -110,8 +110,8 @@ class LengthwiseAttention(nn.Module):
 
     def project(self, x: Float[Tensor, "batch query width"]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, (batch, head, query, dim), before they are turned."""
-        parts = self.c_attn(x).split(self.widths, -1)
-        q, k, v = (part.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2) for part in parts)
+        every = self.c_attn(x).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+        q, k, v = every.split(self.heads, 1)
         return (*self._normed(q, k, "before"), v)
 
     def turn(
