@@ -12,7 +12,7 @@ torch.set_num_threads(1)
 SAME_KERNELS = {
     *("carope", "fope", "grape-a", "grape-m", "grape-m-ctx", "hope", "path", "pope", "repo", "selective-rope", "xpos"),
     *("bam", "sandwich", "headscale", "llama4-scale", "log-floor", "logn", "ministral3-scale", "sink", "ssmax"),
-    "stick-breaking",
+    *("stick-breaking", "axial-rope", "mixed-rope", "alibi-2d", "swin"),
 }
 """Backends see rotated queries and keys, a table, a factor per row or a sink, as of any other encoding."""
 

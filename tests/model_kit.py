@@ -42,7 +42,7 @@ def make_config(case: str, **changes: object) -> LengthwiseConfig:
     """Two layers of three heads; trained at 23 tokens, so that 29 are beyond it, except where there is an end."""
     name, options = CASES.get(case, (None, None))
     sizes = {"vocab_size": VOCABULARY, "n_positions": 23, "n_embd": 24, "n_layer": 2, "n_head": 3}
-    if case == "learned":
+    if case in ("learned", "swin"):
         sizes["n_positions"] = 64
     if case == "rope-dynamic":
         # Beyond the training length a longer sequence turns earlier tokens anew, which a second layer's cached keys

@@ -203,6 +203,16 @@ def test_pope_scores_lengths_by_the_cosine_of_the_distance_and_its_own_angle():
         assert abs(got[b, h, i, j].item() - expected) <= 1000 * EPS64 * sum(lengths)
 
 
+def test_pope_is_the_product_of_complex_numbers_in_polar_form():
+    encoding = rotary("pope")
+    q, k = queries_and_keys()
+    angles = torch.arange(LENGTH)[:, None] * 10000.0 ** (-torch.arange(DIM).double() / DIM)
+    delta = encoding.delta.detach().clamp(-2 * math.pi, 0)[:, None]
+    of_query, of_key = torch.polar(F.softplus(q), angles + 0 * q), torch.polar(F.softplus(k), angles + delta + 0 * k)
+    expected = (of_query @ of_key.mH).real
+    assert_same(products(encoding, tokens()), expected, roundings=1000, scale=float(expected.abs().max()))
+
+
 def test_partial_rope_is_gpt_neox_own():
     config = GPTNeoXConfig(hidden_size=WIDTH, num_attention_heads=HEADS, rotary_pct=1 / 3)
     q, k = (x.float() for x in queries_and_keys())

@@ -14,7 +14,19 @@ from lengthwise.inspect.summarize import MapOptions, layer_maps
 from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.views.maps import QUANTITIES
 
-CONTEXT_FREE = ["alibi", "kerple", "kerple-power", "sandwich", "bam", "fire", "fire-short", "t5", "t5-clamped"]
+CONTEXT_FREE = [
+    "alibi",
+    "kerple",
+    "kerple-power",
+    "sandwich",
+    "bam",
+    "alibi-2d",
+    "swin",
+    "fire",
+    "fire-short",
+    "t5",
+    "t5-clamped",
+]
 CONTEXTUAL = [
     "cable",
     "cable-nw",
@@ -66,7 +78,8 @@ def test_a_bias_of_positions_alone_does_not_follow_the_tokens_and_is_kept_descri
         assert (maps.context_dependence == 0).all()
         assert all(one.described is not None and one.tiles is None for one in maps.maps)
     uniform = (maps.diagonal_spread == 0).all()
-    assert uniform == (case != "fire-short"), "beyond its L fire is not uniform along diagonals"
+    flat = case not in ("fire-short", "alibi-2d", "swin")
+    assert uniform == flat, "beyond its L fire is not uniform along diagonals, and a grid has rows"
 
 
 @pytest.mark.parametrize("case", CONTEXTUAL)

@@ -1,6 +1,7 @@
 """Positional encodings: a file for each idea, with its variants."""
 
 from lengthwise.encodings.alibi import Alibi
+from lengthwise.encodings.alibi_2d import Alibi2d
 from lengthwise.encodings.bam import Bam
 from lengthwise.encodings.base import Encoding, Geometry, State
 from lengthwise.encodings.cable import Cable, CableNoWeights, KCable
@@ -23,12 +24,14 @@ from lengthwise.encodings.pope import Pope
 from lengthwise.encodings.registry import ENCODINGS, make, register
 from lengthwise.encodings.repo import Repo
 from lengthwise.encodings.rope import Rope
+from lengthwise.encodings.rope_2d import AxialRope, MixedRope
 from lengthwise.encodings.sandwich import Sandwich
 from lengthwise.encodings.selective_rope import SelectiveRope
 from lengthwise.encodings.sink import Sink
 from lengthwise.encodings.sinusoidal import Sinusoidal
 from lengthwise.encodings.ssmax import SsMax
 from lengthwise.encodings.stick_breaking import StickBreaking
+from lengthwise.encodings.swin import Swin
 from lengthwise.encodings.t5 import T5
 from lengthwise.encodings.t5_clamped import T5Clamped
 from lengthwise.encodings.xpos import Xpos
@@ -45,6 +48,8 @@ ENCODINGS |= {
     "fire": Fire,
     "t5": T5,
     "t5-clamped": T5Clamped,
+    "alibi-2d": Alibi2d,
+    "swin": Swin,
     "rope": Rope,
     "hope": Hope,
     "xpos": Xpos,
@@ -55,6 +60,8 @@ ENCODINGS |= {
     "carope": Carope,
     "repo": Repo,
     "selective-rope": SelectiveRope,
+    "axial-rope": AxialRope,
+    "mixed-rope": MixedRope,
     "cable": Cable,
     "cable-nw": CableNoWeights,
     "k-cable": KCable,

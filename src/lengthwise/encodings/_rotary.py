@@ -29,12 +29,19 @@ def check_even(name: str, geometry: Geometry) -> None:
         raise ValueError(f"{name} turns pairs of channels, so head_dim must be even, got {geometry.head_dim}")
 
 
-def check_turned(q: Tensor, k: Tensor, layout: TokenLayout, geometry: Geometry, *, own_heads: bool = False) -> None:
+def check_turned(
+    q: Tensor, k: Tensor, layout: TokenLayout, geometry: Geometry, *, own_heads: bool = False, axes: bool = False
+) -> None:
     """An error unless there is one query and one key per position; `own_heads` where every head turns differently."""
     for name, tensor, positions in (("query", q, layout.query), ("key", k, layout.key)):
-        axes = ("batch", geometry.heads if own_heads else "head", positions.shape[1], geometry.head_dim)
+        if positions.ndim != 2 and not axes:
+            raise ValueError(
+                f"{name} positions must be (batch, position), got shape {tuple(positions.shape)}; rows and columns are "
+                "for 'axial-rope' and 'mixed-rope'"
+            )
+        wanted = ("batch", geometry.heads if own_heads else "head", positions.shape[1], geometry.head_dim)
         advice = "Give one position each" + (", and every query head a key head." if own_heads else ".")
-        check_tensor(f"what {name} positions turn", tensor, axes, "floating-point", advice)
+        check_tensor(f"what {name} positions turn", tensor, wanted, "floating-point", advice)
         sizes = (tensor.shape[0], positions.shape[0])
         check_broadcast(f"{name} positions and what they turn", sizes, "batch", "Give one row or one each.")
 

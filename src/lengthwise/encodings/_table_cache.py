@@ -47,6 +47,11 @@ def table_reach(layout: TokenLayout) -> int | None:
     Where the positions may not be read, a graph or a device assumes that they follow the slots, and stops at run time
     if they do not.
     """
+    if layout.query.ndim != 2:
+        raise ValueError(
+            f"a table of distances needs positions (batch, position), got shape {tuple(layout.query.shape)}; rows and "
+            "columns are for 'swin' and 'alibi-2d'"
+        )
     count = max(layout.query_count, layout.key_count)
     if layout.facts is not None:
         return max(layout.facts.furthest + 1, 1) if layout.facts.furthest < max(4 * count, STEP) else None
