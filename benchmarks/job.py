@@ -24,8 +24,10 @@ RELATIVE, LOSSES = 1e-5, 16
 VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "fire": ("fire", {"threshold": 65536.0}),
     "fire-512": ("fire", {"threshold": 512.0}),
+    "dape": ("kerple+dape", {}),
+    "dapev2": ("kerple+dapev2", {}),
 }
-"""Names of our own for an encoding with options: FIRE's L beyond the length, and as in its paper."""
+"""Names of our own: FIRE's L beyond the length, and as in its paper; DAPE over what its paper has it over."""
 
 EXTRAS: dict[str, Callable[[int], Tensor | float]] = {
     "sink": lambda length: torch.randn(HEADS),

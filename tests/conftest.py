@@ -1,5 +1,34 @@
-"""Every test process uses one core: `make test` runs as many of them as there are cores."""
+"""Every test process uses one core: `make test` runs as many of them as there are cores.
 
+Tests that run over all encodings are many. Of encodings that take the road of another one through a kernel or a model,
+`make test` runs the laws under "auto"; under the other backends, and in models, `make prove` runs them.
+"""
+
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+SAME_KERNELS = {
+    *("carope", "fope", "grape-a", "grape-m", "grape-m-ctx", "hope", "path", "pope", "repo", "selective-rope", "xpos"),
+    *("bam", "sandwich", "headscale", "llama4-scale", "log-floor", "logn", "ministral3-scale", "sink", "ssmax"),
+    *("stick-breaking", "axial-rope", "mixed-rope", "alibi-2d", "swin"),
+}
+"""Backends see rotated queries and keys, a table, a factor per row or a sink, as of any other encoding."""
+
+SAME_MODELS = SAME_KERNELS - {"carope", "grape-a", "pope", "selective-rope", "ssmax", "stick-breaking"}
+"""Models treat them as rope, kerple, carope, ssmax or stick-breaking."""
+
+OVER_ALL = ("test_compile", "test_evaluate", "test_inspect", "test_model_citizen", "test_model_decoding")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        names = {value for value in parameters.values() if isinstance(value, str)}
+        module = item.path.stem
+        elsewhere = module in OVER_ALL or "hold_for_any_shape" in item.name
+        in_laws = module == "test_laws" and parameters.get("backend", "auto") != "auto"
+        if (elsewhere and names & SAME_MODELS) or (in_laws and names & SAME_KERNELS):
+            item.add_marker(pytest.mark.prove)

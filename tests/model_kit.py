@@ -7,18 +7,34 @@ from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 
 import lengthwise as lw
+from lengthwise.encodings.registry import find
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 from lengthwise.testing import LOUD, RELATIVE
 
 VARIANTS = {
     "rope-dynamic": ("rope", {"scaling": {"type": "dynamic", "factor": 4.0}}),
     "fire-short": ("fire", {"threshold": 8.0}),
-    "dapev2-cable": ("dapev2", {"over": "cable"}),
+    "dapev2-cable": ("cable+dapev2", {}),
     "learned-long": ("learned", {"length": 97}),
 }
 CASES = {name: (name, {}) for name in lw.ENCODINGS} | VARIANTS
-RESCORING = [case for case, (name, _) in CASES.items() if lw.ENCODINGS[name].overrides("rescore")]
+RESCORING = [case for case, (name, _) in CASES.items() if find(name).overrides("rescore")]
 ADDITIVE = [case for case in CASES if case not in RESCORING]
+SCHEDULES = {
+    "window and none": {"layers": "rope:7,none"},
+    "two windows": {"layers": "fox:7,alibi+sink:5"},
+    "chunks": {"layers": "rope+fox:chunk8,alibi+ssmax+sink"},
+    "grouped": {"layers": "cable:7,none", "n_head": 4, "n_kv_head": 2, "head_dim": 8},
+    "normed": {"layers": "rope:7,fire", "qk_norm": "rms", "scale": 0.3, "softcap": 5.0},
+    "normed after": {"layers": "rope:chunk8,none", "qk_norm": "l2", "qk_norm_place": "after", "qkv_bias": False},
+    "rescored": {"layers": "cable+dapev2:6,none", "out_bias": False},
+    "contextual": {"layers": "cope:6,rope"},
+    "embedded": {"layers": "kerple:9,rope", "embed": {"encoding": "learned", "encoding_options": {"length": 97}}},
+    "shared": {"layers": [{"encoding": "t5", "window": 7}, {"encoding": "t5"}], "share_encoding": True},
+    "bands": {"layers": [{"encoding": "rope", "window": [{"first": 3}, {"farthest": 6}]}]},
+}
+"""Layers that differ, and what else attention can be told."""
+
 ONE_OF_EACH_KIND = ["alibi", "kerple", "fire-short", "k-cable", "cable", "rope-dynamic", "learned", "dapev2-cable"]
 
 VOCABULARY, LENGTH = 101, 29
@@ -26,15 +42,16 @@ VOCABULARY, LENGTH = 101, 29
 
 def make_config(case: str, **changes: object) -> LengthwiseConfig:
     """Two layers of three heads; trained at 23 tokens, so that 29 are beyond it, except where there is an end."""
-    name, options = CASES[case]
+    name, options = CASES.get(case, (None, None))
     sizes = {"vocab_size": VOCABULARY, "n_positions": 23, "n_embd": 24, "n_layer": 2, "n_head": 3}
-    if case == "learned":
+    if case in ("learned", "swin"):
         sizes["n_positions"] = 64
     if case == "rope-dynamic":
         # Beyond the training length a longer sequence turns earlier tokens anew, which a second layer's cached keys
         # cannot follow: by its definition, dynamic scaling decodes as one pass in one layer only.
         sizes["n_layer"] = 1
-    return LengthwiseConfig(**(sizes | {"encoding": name, "encoding_options": options} | changes))
+    own = SCHEDULES.get(case, {"encoding": name, "encoding_options": options})
+    return LengthwiseConfig(**(sizes | own | changes))
 
 
 def loud_model(case: str, **changes: object) -> LengthwiseForCausalLM:
@@ -89,7 +106,9 @@ def make_cache(kind: str, model: LengthwiseForCausalLM, length: int = LENGTH + 8
         return DynamicCache(config=model.config)
     cache = StaticCache(config=model.config, max_cache_len=length)
     if kind == "early":
-        cache.early_initialization(2, model.config.n_head, model.config.head_dim, model.dtype, model.device)
+        cache.early_initialization(
+            2, model.config.n_kv_head or model.config.n_head, model.config.head_dim, model.dtype, model.device
+        )
     return cache
 
 

@@ -61,21 +61,23 @@ MAKE = {
     "dape without units": (lambda: make("dape", hidden=0), EITHER, "hidden", "0"),
     "learned without a table": (lambda: make("learned", length=0), EITHER, "length", "0"),
     "learned with less": (lambda: make("learned", length=-1), EITHER, "length", "-1"),
-    "dape over unknown options": (
-        lambda: make("dape", over="alibi", over_options={"slope": 1}),
+    "a part with unknown options": (
+        lambda: make("alibi+dape", alibi={"slope": 1}),
         TypeError,
         "unknown option 'slope' for 'alibi'",
     ),
-} | {
-    f"{name} over {over}": (
-        lambda name=name, over=over: make(name, over=over, head_dim=4),
-        ValueError,
-        "additive encoding",
-        repr(over),
-        "over='kerple'",
-    )
-    for name in ("dape", "dapev2")
-    for over in ("rope", "none", "learned", "cope", "dape")
+    "options of a part that is not there": (
+        lambda: make("rope+fox", alibi={}),
+        TypeError,
+        "go by part, 'rope' or 'fox', got 'alibi'",
+    ),
+    "options without a part": (lambda: make("rope+fox", base=1e4), TypeError, "go by part", "got 'base'"),
+    "options of a part as a number": (lambda: make("rope+fox", rope=1e4), TypeError, "a dictionary, got 10000.0"),
+    "two rescores": (lambda: make("cope+dape"), ValueError, "at most one part", "'cope' and 'dape'"),
+    "a part twice": (lambda: make("alibi+alibi"), ValueError, "once", "'alibi+alibi'"),
+    "an empty part": (lambda: make("alibi+"), ValueError, "unknown encoding ''"),
+    "an unknown part": (lambda: make("alibi+foxx"), ValueError, "did you mean 'fox'"),
+    "a causal part, two-sided": (lambda: make("alibi+fox", causal=False), ValueError, "causal attention only"),
 }
 
 LISTS = {"type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [1.0, 2.0]}

@@ -21,9 +21,9 @@ from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 def test_encodings_prints_a_row_for_every_encoding(capsys):
     main(["encodings"])
     rows = capsys.readouterr().out.splitlines()[2:]
-    assert [row.split("|")[1].strip() for row in rows] == list(lw.ENCODINGS)
-    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
-    assert ["fire", "bias", "DistanceBias", "462"] in [row[:4] for row in cells]
+    cells = {row.split("|")[1].strip(): [cell.strip() for cell in row.split("|")[2:-1]] for row in rows}
+    assert list(cells) == list(lw.ENCODINGS)
+    assert cells["fire"][:3] == ["bias", "DistanceBias", "462"]
 
 
 def test_info_tells_for_every_backend_what_works_and_why_the_rest_does_not(capsys):

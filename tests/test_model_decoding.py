@@ -122,7 +122,7 @@ def test_a_half_precision_cache_keeps_the_state_exactly(case, dtype):
 @torch.no_grad()
 def test_everything_agrees_with_everything(case, kind, implementation, shared):
     model, pad = loud_model(case, share_encoding=shared), 5
-    if model.config.rescores and implementation == "sdpa":
+    if model.config.stock_attention and implementation == "sdpa":
         pytest.skip("sdpa cannot replace scores")
     ids = tokens(2, LENGTH)
     alone = model(ids).logits

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments, pi
 
 from lengthwise.model import LengthwiseForCausalLM
 
-TRAINED = ["kerple", "cable", "dapev2-cable", "learned"]
+TRAINED = ["kerple", "cable", "dapev2-cable", "learned", "chunks"]
 
 
 @pytest.mark.parametrize("case", TRAINED)

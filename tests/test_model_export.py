@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from model_kit import CASES, loud_model, tokens
+from model_kit import CASES, SCHEDULES, loud_model, tokens
 
 import lengthwise as lw
 from lengthwise.cli import main
@@ -54,10 +54,10 @@ def assert_loads_elsewhere(cases, tmp_path):
     for case in cases:
         model, ids = loud_model(case), tokens()
         model.save_pretrained(tmp_path / "run" / case)
-        out = export(tmp_path / "run" / case, tmp_path / "out" / case.replace("-", "_"))
+        out = export(tmp_path / "run" / case, tmp_path / "out" / case.replace("-", "_").replace(" ", "_"))
         new = model.generate(ids[:, :9], max_new_tokens=5, do_sample=False, pad_token_id=0)
         with torch.no_grad():
-            saved = {"ids": ids, "logits": model(ids).logits, "new": new, "stock": not model.config.rescores}
+            saved = {"ids": ids, "logits": model(ids).logits, "new": new, "stock": not model.config.stock_attention}
         torch.save(saved, out / "expected.pt")
         folders.append(str(out))
     done = subprocess.run([sys.executable, "-c", ELSEWHERE, *folders], capture_output=True, text=True, cwd=tmp_path)
@@ -67,13 +67,13 @@ def assert_loads_elsewhere(cases, tmp_path):
 
 def test_exported_models_load_side_by_side_where_lengthwise_is_not_installed(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    assert_loads_elsewhere(["cable", "kerple", "dapev2-cable", "learned"], tmp_path)
+    assert_loads_elsewhere(["cable", "kerple", "dapev2-cable", "learned", "chunks"], tmp_path)
 
 
 @pytest.mark.prove
 def test_every_exported_encoding_loads_where_lengthwise_is_not_installed(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    assert_loads_elsewhere(CASES, tmp_path)
+    assert_loads_elsewhere([*CASES, *SCHEDULES], tmp_path)
 
 
 def test_exported_files_are_ours_byte_for_byte_but_for_the_lines_that_import_our_own_modules():

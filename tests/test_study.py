@@ -244,6 +244,18 @@ def test_the_plan_has_one_command_per_missing_run_and_each_parses_to_its_run(tmp
     assert missing_commands(config) == planned[1:]
 
 
+def test_schedules_and_compositions_are_runs_beside_encodings(tmp_path, in_process, capsys):
+    sizes = {"n_layer": 2, "n_embd": 24, "n_head": 3}
+    config = small(tmp_path, encodings=["rope:8,none", "rope+fox"], seeds=[1], sizes=sizes)
+    assert [run.name for run in study_runs(config)] == ["rope8-none-1", "rope+fox-1"]
+    main([*shlex.split(missing_commands(config)[0])[1:], "--dry-run"])
+    assert "nano with rope:8,none" in capsys.readouterr().out
+    run_study(config)
+    found = json.loads((tmp_path / "out/study.json").read_text())
+    assert {row["encoding"] for row in found["rows"]} == {"rope:8,none", "rope+fox"}
+    assert len(list((tmp_path / "out/maps").glob("*.png"))) == 2
+
+
 def test_a_planned_command_trains_the_run_that_the_study_then_finds(tmp_path):
     (run,) = study_runs(small(tmp_path, encodings=["alibi"]))
     main(shlex.split(run.command)[1:])

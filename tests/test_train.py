@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -100,7 +101,7 @@ def test_documents_kept_apart_are_read_as_if_each_were_alone(tmp_path):
     assert together[0]["loss"] != apart[0]["loss"]
 
 
-@pytest.mark.parametrize("encoding", ["rope", "learned", "t5-clamped", "dapev2", "none"])
+@pytest.mark.parametrize("encoding", ["rope", "learned", "t5-clamped", "kerple+dapev2", "none"])
 def test_any_encoding_trains_in_bfloat16_too(tmp_path, encoding):
     half = train(
         small_config(tmp_path, "half", encoding=encoding, steps=2, warmup=0, precision="bfloat16", maps_every=2)
@@ -196,10 +197,10 @@ def test_the_commands_of_the_page_on_training_can_be_given(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     page = (ROOT / "docs/train.md").read_text()
     blocks = re.findall(r"^```bash\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    commands = [line.split("train ", 1)[1].split() for block in blocks for line in block.splitlines()]
+    commands = [shlex.split(line.split("train ", 1)[1]) for block in blocks for line in block.splitlines()]
     for command in commands:
         main(["train", *command, "--dry-run"])
-    assert capsys.readouterr().out.count("model     ") == len(commands) == 7
+    assert capsys.readouterr().out.count("model     ") == len(commands) == 10
     for block in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
         exec(compile(block, "docs/train.md", "exec"), {})
 

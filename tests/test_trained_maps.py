@@ -148,7 +148,7 @@ def test_figures_without_trained_maps_are_drawn_at_initial_parameters_and_named(
     monkeypatch.setattr("lengthwise.show.paper.FIGURES", (FIGURES[1], FIGURES[4]))
     out = shown(capsys, "--paper", "--out", tmp_path / "paper", "--style", "annotated")
     assert out.count("not trained: at its initial parameters") == 1
-    assert "since no trained maps of dapev2 over cable are at hand" in out
+    assert "since no trained maps of cable+dapev2 are at hand" in out
     assert "figure-12-alibi.png) (trained: comes with the package)" in out
     out = shown(capsys, "--paper", "--initial", "--out", tmp_path / "initial")
     assert out.count("(not trained: at its initial parameters)") == 2

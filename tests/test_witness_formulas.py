@@ -8,11 +8,14 @@ from witness import BATCH, HEADS, SCENES, assert_same, dot, make, numbers
 
 import lengthwise as lw
 
+# 7 heads: the slopes of 4, then the first, third and fifth of 8.
+INTERLEAVED = [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3, 2**-5]
 
-def alibi(encoding, causal, slopes="geometric"):
-    # 7 heads, interleaved: the slopes of 4, then the first, third and fifth of 8.
-    interleaved = [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3, 2**-5]
-    slope = [2 ** (-8 * h / 7) for h in range(1, 8)] if slopes == "geometric" else interleaved
+
+def alibi(encoding, causal, slopes="geometric", learned=False):
+    slope = [2 ** (-8 * h / 7) for h in range(1, 8)] if slopes == "geometric" else INTERLEAVED
+    if learned:
+        slope = [math.exp(number) for number in numbers(encoding.log_slope)]
     return lambda h, query, key, last: -slope[h] * abs(query - key)
 
 
@@ -24,6 +27,20 @@ def kerple(encoding, causal):
 def kerple_power(encoding, causal):
     p, a = numbers(encoding.p), numbers(encoding.a)
     return lambda h, query, key, last: -a[h] * abs(query - key) ** p[h]
+
+
+def sandwich(encoding, causal, dim=128):
+    waves = [10000 ** (-2 * k / dim) for k in range(dim // 2)]
+    return lambda h, query, key, last: 7 / (8 * (h + 1)) * sum(math.cos((query - key) * wave) for wave in waves)
+
+
+def bam(encoding, causal, learned="shape"):
+    shape = [math.exp(number) for number in numbers(encoding.log_shape)]
+    scale, location = INTERLEAVED, [0.0] * HEADS
+    if learned == "all":
+        scale = [math.exp(number) for number in numbers(encoding.log_scale)]
+        location = [math.exp(number) - math.exp(-number) for number in numbers(encoding.sinh_location)]
+    return lambda h, query, key, last: -((abs((key - query - location[h]) * scale[h]) + 1e-5) ** shape[h])
 
 
 def fire(encoding, causal, threshold):
@@ -65,6 +82,11 @@ def t5_clamped(encoding, causal, reach=256):
 OF_POSITIONS = [
     (alibi, "alibi", {}),
     (alibi, "alibi", {"slopes": "interleaved"}),
+    (alibi, "alibi", {"learned": True}),
+    (sandwich, "sandwich", {}),
+    (sandwich, "sandwich", {"dim": 6}),
+    (bam, "bam", {}),
+    (bam, "bam", {"learned": "all"}),
     (kerple, "kerple", {}),
     (kerple_power, "kerple-power", {}),
     (fire, "fire", {"threshold": 1e6}),

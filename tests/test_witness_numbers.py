@@ -151,3 +151,27 @@ def test_kerple_stays_positive_when_weights_are_averaged(name):
     assert (bias.tril() <= 0).all()
     assert (average.module.p > 0).all()
     assert (average.module.a > 0).all()
+
+
+# Computed in plain Python from the paper's formula, as attention-gym has it.
+SANDWICH = {
+    (8, 0): {0: 64.0, 1: 62.09368, 2: 57.38186, 10: 42.82002, 100: 30.54345, 1000: 10.17773},
+    (12, 11): {0: 8.0, 1: 7.76171, 100: 3.81793},
+}
+
+
+@pytest.mark.parametrize(("heads", "head"), SANDWICH)
+def test_sandwich_has_the_numbers_of_its_formula(heads, head):
+    encoding = lw.make("sandwich", heads=heads, width=heads)
+    last_row = encoding.bias(torch.zeros(1, 1001, heads), lw.layout(1001)).dense()[0, head, -1].flip(0)
+    for distance, number in SANDWICH[heads, head].items():
+        assert float(last_row[distance]) == pytest.approx(number, abs=0.5e-5 + 4e-6)
+
+
+@pytest.mark.parametrize(("name", "options"), [("bam", {}), ("bam", {"learned": "all"}), ("alibi", {"learned": True})])
+def test_what_contains_alibi_starts_as_alibi(name, options):
+    slopes = {} if name == "bam" else {"slopes": "interleaved"}
+    encoding = lw.make(name, heads=7, width=7, **options, **slopes)
+    got = encoding.bias(torch.zeros(1, 63, 7), lw.layout(63)).dense()[0].detach()
+    offset = 1e-5 if name == "bam" else 0.0
+    assert_same(got.tril(), (alibi(7, "interleaved", 63) - offset).tril(), roundings=8)

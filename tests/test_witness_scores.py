@@ -131,10 +131,10 @@ def test_cope_counts_back_over_its_gates(positions, rows, keys):
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "two-sided"])
 @pytest.mark.parametrize(("name", "reach"), [("dape", 0), ("dapev2", 1)])
 def test_dape_corrects_scores_by_a_network_across_the_heads(name, reach, causal, rows, keys):
-    encoding = make(name, over="alibi", hidden=5, causal=causal)
+    encoding = make(f"alibi+{name}", causal=causal, **{name: {"hidden": 5}})
     content, bias, _, mask, got = rescored(encoding, rows=rows, keys=keys, causal=causal)
     both, allowed = numbers(torch.cat([content, bias], 1)), mask[:, 0].tolist()
-    (w1, b1), (w2, b2) = ([numbers(p) for p in layer.parameters()] for layer in (encoding.into, encoding.out))
+    (w1, b1), (w2, b2) = ([numbers(p) for p in layer.parameters()] for layer in encoding.parts[name].children())
 
     def layer(weight, constant, channels, i, j):
         """One output of a convolution along row i: channels are [channel](row, key)."""
@@ -157,14 +157,3 @@ def test_dape_corrects_scores_by_a_network_across_the_heads(name, reach, causal,
 
     hidden = [hidden_of(b) for b in range(2)]
     assert_rescored(got, mask, content, bias, lambda b, h, i, j: layer(w2[h], b2[h], hidden[b], i, j))
-
-
-@pytest.mark.parametrize("name", ["dape", "dapev2"])
-def test_dape_hands_on_the_bias_and_the_state_of_what_it_corrects(name):
-    encoding = make(name, over="cable")
-    x, positions = SCENES["one new token"].tokens(), torch.arange(17)
-    assert torch.equal(
-        encoding.bias(x, lw.TokenLayout.of(positions)).dense(),
-        encoding.over.bias(x, lw.TokenLayout.of(positions)).dense(),
-    )
-    assert torch.equal(encoding.state(x)["step"], encoding.over.state(x)["step"])

@@ -1,6 +1,6 @@
 """From a name to a model, and to text for it to read: the one place where either is resolved.
 
-    cable                       an encoding: a GPT-2 Small with it, at its initial parameters
+    cable                       an encoding, or several, "rope+fox": a GPT-2 Small with it, at its initial parameters
     runs/first                  a run of `lengthwise train`: its final model
     checkpoints/gpt2            a checkpoint folder of transformers
     EleutherAI/pythia-70m       a name on the hub
@@ -34,6 +34,7 @@ from transformers.utils import logging
 from lengthwise.data import Split, documents, load_tokenizer
 from lengthwise.data.tokenizers import encode, tokenizer_hash
 from lengthwise.encodings import ENCODINGS
+from lengthwise.encodings.registry import is_encoding
 from lengthwise.errors import OptionError, UserError, check_int
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 from lengthwise.model.checkpoint_checks import refuse_pickles
@@ -89,7 +90,7 @@ def load_model(
     dtype   "auto" is the checkpoint's own
     """
     place = resolve_device(device)
-    if str(source) in ENCODINGS:
+    if is_encoding(str(source)):
         loaded = initial_model(str(source), seed=seed)
         return replace(loaded, name=name or loaded.name, model=_on(place, loaded.model))
     checkpoint = resolve_checkpoint(source)

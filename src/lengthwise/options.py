@@ -120,7 +120,7 @@ def _element_type(kind: Any) -> Any:
     """int for list[int] and list[int] | None; None for what is not a list."""
     if get_origin(kind) is list:
         return get_args(kind)[0]
-    if isinstance(kind, UnionType):
+    if isinstance(kind, UnionType) and str not in get_args(kind):
         return next((e for part in get_args(kind) if (e := _element_type(part)) is not None), None)
     return None
 

@@ -160,12 +160,18 @@ class Layer(nn.Module):
             layout=layout,
             bias=encoding.bias(x, layout, state, **qk),
             rescore=encoding.rescore(x, layout, state),
-            logit_scale=encoding.logit_scale(x, layout),
+            logit_scale=encoding.logit_scale(x, layout, window=window),
             sink=encoding.sink(x),
+            scale=self.scale,
             window=window,
             backend=self.backend,
         )
         return out.transpose(1, 2).flatten(2)
+
+    @property
+    def scale(self) -> float:
+        """1 / sqrt(head_dim), also where an encoding makes keys wider."""
+        return float(self.encoding.geometry.head_dim**-0.5)
 
     def qkv(self, x: Float[Tensor, "batch query width"]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, (batch, head, position, dim)."""
@@ -191,8 +197,14 @@ class Layer(nn.Module):
         qk = encoding.own_qk(q, k)
         state = encoding.state(x, layout.query_mask, **qk)
         q, k = encoding.rotate(q, k, layout, state)
-        bias, rescore = encoding.bias(x, layout, state, **qk), encoding.rescore(x, layout, state)
-        call = checked_call(q, k, v, layout=layout, bias=bias, rescore=rescore, return_lse=True, **options)
+        made: dict[str, Any] = {
+            "bias": encoding.bias(x, layout, state, **qk),
+            "rescore": encoding.rescore(x, layout, state),
+            "logit_scale": encoding.logit_scale(x, layout),
+            "sink": encoding.sink(x),
+            "scale": self.scale,
+        }
+        call = checked_call(q, k, v, layout=layout, return_lse=True, **(made | options))
         if backend != "auto" and isinstance(refusal := BACKENDS[backend].plan(call), Refusal):
             raise DoesNotApply("; ".join(refusal.reasons))
         out, lse = run(call, backend)
@@ -298,7 +310,8 @@ def agrees_with_reference(subject: Subject) -> None:
     found = {road: _with_gradients(model, x.to(model.to_qkv.weight.dtype)) for road, model in roads.items()}
     exact, plain, ours = found.values()
     assert ours.keys() == exact.keys(), f"No gradient reaches {sorted(exact.keys() - ours.keys())}."
-    _assert_as_exact(ours, plain, exact, subject.length)
+    # A parameter's gradient is a sum over all tokens of the batch.
+    _assert_as_exact(ours, plain, exact, subject.batch * subject.length)
 
 
 def gradients_are_right(subject: Subject) -> None:
@@ -449,8 +462,8 @@ def bands_merge(subject: Subject) -> None:
     if layer.encoding.overrides("rescore"):
         raise DoesNotApply("a rescore sees whole rows")
     whole = layer.parts(x, layout, subject.backend)
-    near, far = Band(-subject.length, 5), Band(5)
-    parts = [layer.parts(x, layout, subject.backend, window=band) for band in (near, far)]
+    near, far = {"window": Band(-subject.length, 5)}, {"window": Band(5), "sink": None}
+    parts = [layer.parts(x, layout, subject.backend, **part) for part in (near, far)]
     for got, wanted, name in zip(merge(*parts), whole, ("out", "lse"), strict=True):
         assert_near(got, wanted, name)
 
@@ -542,10 +555,14 @@ def _half_precision_error(subject: Subject, dtype: torch.dtype) -> float:
         q, k, v = qkv
         state = encoding.state(x, **encoding.own_qk(q, k))
         own, q = x[:, -rows:] if state else x, q[:, :, -rows:]
-        bias = encoding.bias(own, layout, state, **encoding.own_qk(q, k[:, :, -rows:]))
-        rescore = encoding.rescore(own, layout, state)
+        made: dict[str, Any] = {
+            "bias": encoding.bias(own, layout, state, **encoding.own_qk(q, k[:, :, -rows:])),
+            "rescore": encoding.rescore(own, layout, state),
+            "logit_scale": encoding.logit_scale(own, layout),
+            "sink": encoding.sink(own),
+        }
         q, k = encoding.rotate(q, k, layout, state)
-        return attend(q, k, v, layout=layout, bias=bias, rescore=rescore, backend=backend)
+        return attend(q, k, v, layout=layout, scale=subject.head_dim**-0.5, backend=backend, **made)
 
     with torch.no_grad():
         half = run(encoding, subject.backend, *(t.to(dtype) for t in (x, q, k, v)))

@@ -268,6 +268,27 @@ class TokenLayout:
         key_index = number_in_document(self.key_mask, self.key_documents)
         return key_index.index_select(1, self.query_slots()), key_index
 
+    def visible_counts(self) -> Int[Tensor, "#batch #head query"]:
+        """How many keys each query may see, windows apart: real tokens of its own document, up to itself if causal.
+
+        At least 1, for queries that are padding. What a cache has dropped or not yet filled makes no difference.
+        """
+        if self.mask is not None:
+            visible = self.mask if self.key_mask is None else self.mask & self.key_mask[:, None, None]
+            if self.query_documents is not None and self.key_documents is not None:
+                visible = visible & (self.query_documents[:, None, :, None] == self.key_documents[:, None, None])
+            return visible.sum(-1).clamp(min=1)
+        query_index, key_index = self.indices()
+        if self.causal:
+            return (query_index + 1).clamp(min=1)[:, None]
+        if self.key_documents is None or self.query_documents is None:
+            return (key_index.amax(1) + 1).clamp(min=1)[:, None, None].expand(-1, 1, self.query_count)
+        # Two-sided, the number of the last real token of its document is what every token of it sees.
+        documents, order = self.key_documents.expand(key_index.shape[0], -1).sort(dim=1, stable=True)
+        own = self.query_documents.expand(key_index.shape[0], -1).contiguous()
+        last = torch.searchsorted(documents, own, right=True) - 1
+        return (key_index.gather(1, order).gather(1, last.clamp(min=0)) + 1).clamp(min=1)[:, None]
+
 
 def layout(
     tokens: int | Tensor,

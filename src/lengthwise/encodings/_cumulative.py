@@ -21,12 +21,13 @@ from lengthwise.encodings.base import (
     State,
     Tokens,
     checked_count,
+    checked_state,
     checked_tokens,
+    masked_tokens,
     project,
     query_tokens,
     reset_linear,
 )
-from lengthwise.errors import check_tensor, describe
 from lengthwise.token_layout import TokenLayout
 
 Levels = Float[Tensor, "batch head position"]
@@ -54,15 +55,7 @@ class StepEncoding(Encoding):
     def state(self, x: Tokens, key_mask: Bool[Tensor, "#batch position"] | None = None) -> State:
         """The steps; 0 for masked tokens."""
         checked_tokens(x, self.geometry.width)
-        step = self.step(x)
-        if key_mask is None:
-            return {"step": step}
-        check_tensor("key_mask", key_mask, ("batch", x.shape[1]), "bool", "True for tokens, False for padding.")
-        if key_mask.shape[0] not in (1, x.shape[0]):
-            raise ValueError(
-                f"key_mask must have a row for each of {x.shape[0]} sequences, or one; got {tuple(key_mask.shape)}"
-            )
-        return {"step": step.where(key_mask[:, None], 0)}
+        return {"step": masked_tokens(self.step(x), key_mask)}
 
     def slope(self, x: Tokens) -> Float[Tensor, "#batch #head #query"]:
         """How steeply each query forgets: all alike."""
@@ -85,20 +78,8 @@ class StepEncoding(Encoding):
         )
 
     def _checked_step(self, x: Tokens, keys: int, state: State | None) -> Float[Tensor, "batch head key"]:
-        if state is None:
-            return self.state(x)["step"]
-        if not isinstance(state, dict) or "step" not in state:
-            has = f"a dictionary of {sorted(state)}" if isinstance(state, dict) else describe(state)
-            raise ValueError(f"the state must be a dictionary with 'step', got {has}; pass encoding.state(x)")
-        step = state["step"]
-        if step.ndim == 3 and step.shape[2] != keys:
-            raise ValueError(
-                f"the state must cover all {keys} keys, old and new, got {step.shape[2]}; append encoding.state(x) of "
-                "the new tokens to the cached state before asking for the bias"
-            )
-        axes = (x.shape[0], self.geometry.heads, keys)
-        check_tensor("the state's step", step, axes, "floating-point")
-        return step
+        own = self.state(x) if state is None else state
+        return checked_state(own, "step", x.shape[0], self.geometry.heads, keys)
 
 
 class SlopedStepEncoding(StepEncoding):

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lengthwise.bias import DistanceBias, FunctionBias
 from lengthwise.token_layout import TokenLayout
 
 T = TypeVar("T")
@@ -46,6 +47,11 @@ def table_reach(layout: TokenLayout) -> int | None:
     Where the positions may not be read, a graph or a device assumes that they follow the slots, and stops at run time
     if they do not.
     """
+    if layout.query.ndim != 2:
+        raise ValueError(
+            f"a table of distances needs positions (batch, position), got shape {tuple(layout.query.shape)}; rows and "
+            "columns are for 'swin' and 'alibi-2d'"
+        )
     count = max(layout.query_count, layout.key_count)
     if layout.facts is not None:
         return max(layout.facts.furthest + 1, 1) if layout.facts.furthest < max(4 * count, STEP) else None
@@ -59,3 +65,30 @@ def table_reach(layout: TokenLayout) -> int | None:
 def is_decoding(layout: TokenLayout) -> bool:
     """Whether cached keys come before the queries."""
     return layout.query_count != layout.key_count
+
+
+def bias_of_distance(
+    cache: TableCache,
+    function: Callable[..., Tensor],
+    numbers: Callable[[], tuple[Tensor, ...]],
+    layout: TokenLayout,
+    *made_of: Tensor,
+    causal: bool,
+) -> DistanceBias | FunctionBias:
+    """A table with one number per distance, or the function itself where positions have gaps.
+
+    `function` is a registered one of rows, columns, query and key positions and the numbers, which are made of the
+    learned parameters `made_of`; heads are the second axis of what it gives.
+    """
+    reach = table_reach(layout)
+    if reach is None:
+        return FunctionBias(function, (layout.query, layout.key, *numbers()))
+
+    def make(reach: int) -> tuple[Tensor, int]:
+        first = 0 if causal else 1 - reach
+        distances = torch.arange(first, reach, device=layout.query.device)[None]
+        origin = torch.zeros_like(distances[:, :1])
+        return function(slice(None), slice(None), distances, origin, *numbers())[0, :, :, 0], first
+
+    table, first = cache.table(make, reach, *made_of, decoding=is_decoding(layout))
+    return DistanceBias(table, layout.query, layout.key, first)

@@ -2,7 +2,8 @@
 
     bias[h, i, j] = -slope[h] * |i - j|
 
-Nothing is learned. There are two rules for the slopes, equal where the number of heads is a power of two:
+Slopes are fixed, or learned (`learned`): then they start at the same numbers and stay positive. There are two rules,
+equal where the number of heads is a power of two:
     geometric     slope[h] = 2 ** (-8 h / heads), h = 1 .. heads         the figures of the CABLE paper
     interleaved   geometric for the largest power of two below, then every other slope of twice as many heads
                                                                          the ALiBi authors, BLOOM, MPT
@@ -11,30 +12,49 @@ Nothing is learned. There are two rules for the slopes, equal where the number o
 from typing import Literal
 
 import torch
+from torch import nn
 
-from lengthwise.bias import LevelBias, has_float64
+from lengthwise.bias import LevelBias, at_least_float32, has_float64
 from lengthwise.encodings.base import AttentionShape, Encoding, State, Tokens
-from lengthwise.errors import check_choice
+from lengthwise.errors import check_choice, check_flag
 from lengthwise.token_layout import TokenLayout
 
 
 class Alibi(Encoding):
-    """A level that climbs by 1 a token, and a fixed slope per head."""
+    """A level that climbs by 1 a token, and a slope per head."""
 
     paper = "Press et al. 2022, arXiv 2108.12409"
     kind = LevelBias
     context_free = True
 
-    def __init__(self, geometry: AttentionShape, *, slopes: Literal["geometric", "interleaved"] = "geometric") -> None:
+    def __init__(
+        self,
+        geometry: AttentionShape,
+        *,
+        slopes: Literal["geometric", "interleaved"] = "geometric",
+        learned: bool = False,
+    ) -> None:
         super().__init__(geometry)
         rules = {"geometric": geometric_slopes, "interleaved": interleaved_slopes}
         check_choice("slopes", slopes, tuple(rules), "The CABLE paper has 'geometric', BLOOM 'interleaved'.")
+        check_flag("learned", learned)
         self.slopes = rules[slopes](geometry.heads)
+        self.log_slope = nn.Parameter(torch.empty(geometry.heads)) if learned else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The slopes of the rule, if they are learned."""
+        if self.log_slope is not None:
+            with torch.no_grad():
+                self.log_slope.copy_(torch.tensor(self.slopes, device="cpu").log())
 
     def bias(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> LevelBias:
         """-slope |query - key|."""
         device = layout.query.device
-        slope = torch.tensor(self.slopes, dtype=torch.float32, device=device)[None, :, None]
+        if self.log_slope is None:
+            slope = torch.tensor(self.slopes, dtype=torch.float32, device=device)[None, :, None]
+        else:
+            slope = at_least_float32(self.log_slope).exp()[None, :, None]
         query, key = layout.query[:, None], layout.key[:, None]
         if has_float64(device):
             return LevelBias(query.double(), key.double(), slope)

@@ -12,6 +12,7 @@ Where `uses_qk` says so, `state` and `bias` also get the queries and keys of the
 """
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, cast
 
@@ -21,14 +22,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from lengthwise.bias import Bias, at_least_float32, without_autocast
-from lengthwise.errors import check_flag, check_int, check_tensor, describe
+from lengthwise.errors import OptionError, check_flag, check_int, check_tensor, describe
 from lengthwise.rescore import Rescore
-from lengthwise.token_layout import TokenLayout
+from lengthwise.token_layout import TokenLayout, Window
 
 Tokens = Float[Tensor, "batch position width"]
 """The input of the model for `embed`, of the attention block for the other hooks."""
 
-State = dict[str, Float[Tensor, "batch head key *axis"]]
+State = dict[str, Float[Tensor, "batch head key ..."]]
 """Per-token numbers by name, float32 or better: whoever runs the model keeps them beside the keys."""
 
 Hook = Literal["embed", "state", "rotate", "bias", "rescore", "logit_scale", "sink"]
@@ -66,9 +67,15 @@ class Encoding(nn.Module):
     """Whether its bias comes from positions alone: then layers that share it need to build it only once."""
     length_dependent: bool = False
     """Whether `rotate` changes as a sequence grows: then a cache must hold keys that are not yet turned."""
+    windowed: ClassVar[bool] = True
+    """Whether it is defined where a query sees the nearest keys only."""
+    turns_last: ClassVar[bool] = False
+    """Whether nothing may turn or norm queries and keys after it: it widens them, or factors would no longer cancel."""
+    rescores_qk: ClassVar[bool] = False
+    """Whether its rescore reads queries and keys themselves, not only the products of both."""
     uses_qk: ClassVar[bool] = False
     """Whether `state` and `bias` take the layer's own queries and keys, `q=` and `k=`, of the new tokens."""
-    tables: ClassVar[tuple[str, ...]] = ()
+    tables: tuple[str, ...] = ()
     """Its learned tables by name: each entry is a number of its own, which weight decay would only pull to 0."""
 
     def __init__(self, geometry: AttentionShape) -> None:
@@ -79,6 +86,15 @@ class Encoding(nn.Module):
                 "two-sided form are e.g. 'alibi', 'fire' and 't5'"
             )
         self.geometry = geometry
+
+    @classmethod
+    def from_options(cls, name: str, geometry: AttentionShape, options: Mapping[str, object]) -> "Encoding":
+        """One with options of its own; `name` is for the error if there is no such option."""
+        unknown = [option for option in options if option not in cls.options()]
+        if unknown:
+            known = ", ".join(map(repr, cls.options())) or "none"
+            raise OptionError(f"unknown option {unknown[0]!r} for {name!r}; its options are: {known}")
+        return cls(geometry, **options)
 
     def reset_parameters(self) -> None:
         """Draw the learned parameters anew, as the paper does."""
@@ -113,7 +129,9 @@ class Encoding(nn.Module):
         """What makes the scores of content and bias, if it is not their sum; x and state as for `bias`."""
         return None
 
-    def logit_scale(self, x: Tokens, layout: TokenLayout) -> Float[Tensor, "#batch #head query"] | None:
+    def logit_scale(
+        self, x: Tokens, layout: TokenLayout, *, window: Window | None = None
+    ) -> Float[Tensor, "#batch #head #query"] | None:
         """A factor on the scores of each row, bias included; x holds the new tokens, one per query."""
         return None
 
@@ -131,6 +149,16 @@ class Encoding(nn.Module):
         return None
 
     @property
+    def turns_by_state(self) -> bool:
+        """Whether `rotate` needs the state of all keys."""
+        return self.overrides("rotate") and self.overrides("state")
+
+    @property
+    def rotates_late(self) -> bool:
+        """Whether a cache must hold keys that are not yet turned."""
+        return self.overrides("rotate") and (self.length_dependent or self.turns_by_state)
+
+    @property
     def learned_parameters(self) -> int:
         """How many numbers it learns, per layer that has one."""
         return sum(parameter.numel() for parameter in self.parameters())
@@ -140,6 +168,11 @@ class Encoding(nn.Module):
         nested = [part for part in self.modules() if isinstance(part, Encoding)]
         tables = {id(getattr(part, name)) for part in nested for name in part.tables}
         return [parameter for parameter in self.parameters() if parameter.ndim < 2 or id(parameter) in tables]
+
+    @classmethod
+    def takes_window(cls, window: Window) -> bool:
+        """Whether it is defined where a query sees the keys of this window alone."""
+        return cls.windowed
 
     @classmethod
     def overrides(cls, hook: Hook) -> bool:
@@ -204,6 +237,37 @@ def query_tokens(x: Tokens, layout: TokenLayout) -> Tokens:
     if isinstance(start, Tensor):
         return x.index_select(1, start + torch.arange(count, device=x.device))
     return x[:, start : start + count]
+
+
+def checked_state(
+    state: State | None, name: str, batch: int, heads: int, keys: int, *axes: int
+) -> Float[Tensor, "batch head key *axis"]:
+    """A part of the state by name, or an error unless it covers all keys and every head."""
+    if not isinstance(state, dict) or name not in state:
+        has = f"a dictionary of {sorted(state)}" if isinstance(state, dict) else describe(state)
+        raise ValueError(f"the state must be a dictionary with {name!r}, got {has}; pass encoding.state(x)")
+    numbers = state[name]
+    if numbers.ndim == 3 + len(axes) and numbers.shape[2] != keys:
+        raise ValueError(
+            f"the state must cover all {keys} keys, old and new, got {numbers.shape[2]}; append encoding.state(x) of "
+            "the new tokens to the cached state before asking for more"
+        )
+    check_tensor(f"the state's {name}", numbers, (batch, heads, keys, *axes), "floating-point")
+    return numbers
+
+
+def masked_tokens(
+    numbers: Float[Tensor, "batch head position *axis"], key_mask: Bool[Tensor, "#batch position"] | None
+) -> Float[Tensor, "batch head position *axis"]:
+    """A state's numbers with 0 for masked tokens, or an error unless the mask has an entry for each."""
+    if key_mask is None:
+        return numbers
+    batch, _, count = numbers.shape[:3]
+    check_tensor("key_mask", key_mask, ("batch", count), "bool", "True for tokens, False for padding.")
+    if key_mask.shape[0] not in (1, batch):
+        raise ValueError(f"key_mask must have a row for each of {batch} sequences, or one; got {tuple(key_mask.shape)}")
+    real = key_mask[:, None].reshape(key_mask.shape[0], 1, count, *(1 for _ in numbers.shape[3:]))
+    return numbers.where(real, 0)
 
 
 def project(layer: nn.Linear, x: Tokens) -> Float[Tensor, "batch head position"]:

@@ -1,4 +1,4 @@
-"""DAPE: data-adaptive positional encoding, and its second version, over any additive encoding.
+"""DAPE: data-adaptive positional encoding, and its second version, to be composed with an additive encoding.
 
     scores = A + B + f([A; B])         A the content, B the bias, both 0 where the mask hides a key
 
@@ -7,65 +7,40 @@
     dapev2   f also sees each key's two neighbours in its row (Zheng et al. 2024b, equation 4):
              Conv2d(2 heads, 32, (1, 3)) - LeakyReLU - Conv2d(32, heads, (1, 3))
 
+"kerple+dapev2" is the paper's own choice; alone, without a bias, B is 0.
+
 What the mask hides is 0 before either layer. The authors zero only the first one's input, so that theirs sees one
 column past the diagonal, which a cached decoder does not have, and would differ from itself there.
 """
 
-from collections.abc import Mapping
 from typing import ClassVar
 
-from jaxtyping import Bool
-from torch import Tensor, nn
+from torch import nn
 
-from lengthwise.bias import Bias
 from lengthwise.encodings.base import AttentionShape, Encoding, State, Tokens, reset_linear
-from lengthwise.encodings.registry import build
 from lengthwise.errors import check_int
 from lengthwise.rescore import HeadNetwork
 from lengthwise.token_layout import TokenLayout
 
 
 class ScoreNetwork(Encoding):
-    """Another encoding's bias, corrected by a small network that sees the content beside it."""
+    """A small network that sees the content beside the bias of the encodings it is composed with."""
 
     kernel: ClassVar[tuple[int, int]]
     """How many rows and keys the network sees at once."""
 
-    def __init__(
-        self,
-        geometry: AttentionShape,
-        *,
-        over: str = "kerple",
-        over_options: Mapping[str, object] | None = None,
-        hidden: int = 32,
-    ) -> None:
+    def __init__(self, geometry: AttentionShape, *, hidden: int = 32) -> None:
         super().__init__(geometry)
         check_int("hidden", hidden, "The paper has 32.")
-        self.over = build(over, geometry, over_options or {})
-        if not self.over.overrides("bias") or self.over.overrides("rescore"):
-            raise ValueError(
-                f"{type(self).__name__} must be over an additive encoding, e.g. over='kerple' or over='cable', got "
-                f"{over!r}"
-            )
-        self.kind, self.context_free = self.over.kind, self.over.context_free
         padding = (0, self.kernel[1] // 2)
         self.into = nn.Conv2d(2 * geometry.heads, hidden, self.kernel, padding=padding)
         self.out = nn.Conv2d(hidden, geometry.heads, self.kernel, padding=padding)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The network as the rest of GPT-2; what it corrects, as it says."""
-        self.over.reset_parameters()
+        """As the rest of GPT-2."""
         reset_linear(self.into)
         reset_linear(self.out)
-
-    def state(self, x: Tokens, key_mask: Bool[Tensor, "#batch position"] | None = None) -> State | None:
-        """The state of what it corrects."""
-        return self.over.state(x, key_mask)
-
-    def bias(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> Bias | None:
-        """The bias of what it corrects."""
-        return self.over.bias(x, layout, state)
 
     def rescore(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> HeadNetwork:
         """A + B + f([A; B])."""

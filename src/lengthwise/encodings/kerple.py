@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lengthwise.bias import Bias, DistanceBias, FunctionBias, Index, at_least_float32, registered
-from lengthwise.encodings._table_cache import TableCache, is_decoding, table_reach
+from lengthwise.bias import Bias, DistanceBias, Index, at_least_float32, registered
+from lengthwise.encodings._table_cache import TableCache, bias_of_distance
 from lengthwise.encodings.base import AttentionShape, Encoding, State, Tokens
 from lengthwise.token_layout import TokenLayout
 
@@ -52,20 +52,9 @@ class _Kernel(Encoding):
 
     def bias(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> Bias:
         """A table with one number per distance, or the function itself where positions have gaps."""
-        reach = table_reach(layout)
-        if reach is None:
-            return FunctionBias(type(self).tile_function, (layout.query, layout.key, self.p, self.a))
-        decoding = is_decoding(layout)
-        table, first = self._tables.table(self._table, reach, self.raw_p, self.raw_a, decoding=decoding)
-        return DistanceBias(table, layout.query, layout.key, first)
-
-    def _table(self, reach: int) -> tuple[Float[Tensor, "head distance"], int]:
-        """One number per distance below `reach`, and the first distance."""
-        first = 0 if self.geometry.causal else 1 - reach
-        distances = torch.arange(first, reach, device=self.raw_p.device)[None]
-        origin = torch.zeros_like(distances[:, :1])
-        table = type(self).tile_function(slice(None), slice(None), distances, origin, self.p, self.a)
-        return table[0, :, :, 0], first
+        function, made_of = type(self).tile_function, (self.raw_p, self.raw_a)
+        causal = self.geometry.causal
+        return bias_of_distance(self._tables, function, lambda: (self.p, self.a), layout, *made_of, causal=causal)
 
 
 def _distance(rows: Index, columns: Index, query: Tensor, key: Tensor) -> Tensor:

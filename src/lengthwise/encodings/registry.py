@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Mapping
 
 from lengthwise.encodings.base import AttentionShape, Encoding
-from lengthwise.errors import OptionError
+from lengthwise.encodings.composition import compose
 
 ENCODINGS: dict[str, type[Encoding]] = {}
 """Every encoding by its name; `register` adds to it."""
@@ -25,7 +25,8 @@ def make(
     >>> make("alibi", heads=12, width=768, train_length=512, slopes="interleaved").limit is None
     True
 
-    width is that of the model, head_dim = width / heads if not given; options are the encoding's own keywords.
+    width is that of the model, head_dim = width / heads if not given; options are the encoding's own keywords. Those
+    of a composition go by part: make("rope+fox", ..., rope={"base": 500_000.0}).
     """
     if head_dim is None:
         if not isinstance(heads, int) or not isinstance(width, int) or heads < 1 or width % heads:
@@ -39,29 +40,32 @@ def make(
 
 def build(name: str, geometry: AttentionShape, options: Mapping[str, object]) -> Encoding:
     """An encoding from its name, its geometry and its own options."""
-    cls = find(name)
-    unknown = [option for option in options if option not in cls.options()]
-    if unknown:
-        known = ", ".join(map(repr, cls.options())) or "none"
-        raise OptionError(f"unknown option {unknown[0]!r} for {name!r}; its options are: {known}")
-    return cls(geometry, **options)
+    return find(name).from_options(name, geometry, options)
 
 
 def find(name: str) -> type[Encoding]:
-    """The class of an encoding, or an error that suggests the nearest name."""
+    """The class of an encoding, or of several joined by "+"; or an error that suggests the nearest name."""
     if isinstance(name, str) and name in ENCODINGS:
         return ENCODINGS[name]
+    if isinstance(name, str) and "+" in name:
+        parts = tuple(name.split("+"))
+        return compose(parts, tuple(map(find, parts)))
     near = difflib.get_close_matches(str(name), ENCODINGS, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ValueError(f"unknown encoding {name!r}; {hint}Known: {', '.join(map(repr, ENCODINGS))}")
+
+
+def is_encoding(name: str) -> bool:
+    """Whether a name is that of an encoding, or of several joined by "+"."""
+    return all(part in ENCODINGS for part in name.split("+"))
 
 
 def register(name: str, encoding: type[Encoding]) -> type[Encoding]:
     """Make an encoding known by name to everything in Lengthwise: models, studies, and the laws."""
     if not isinstance(encoding, type) or not issubclass(encoding, Encoding):
         raise TypeError(f"an encoding must be a subclass of lengthwise.Encoding, got {encoding!r}")
-    if not isinstance(name, str) or not name:
-        raise TypeError(f"an encoding's name must be a string, got {name!r}")
+    if not isinstance(name, str) or not name or "+" in name:
+        raise TypeError(f"an encoding's name must be a string without '+', got {name!r}")
     if ENCODINGS.get(name, encoding) is not encoding:
         owner = ENCODINGS[name].__name__
         raise ValueError(f"a name must belong to one encoding, got {name!r}, which is {owner} already")

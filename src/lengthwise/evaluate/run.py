@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lengthwise.data import documents
-from lengthwise.encodings import ENCODINGS
+from lengthwise.encodings.registry import is_encoding
 from lengthwise.evaluate.config import EvalConfig, ResolvedEvalConfig
 from lengthwise.evaluate.corpus import Corpus, read_corpus
 from lengthwise.evaluate.losses import Score, score_lengths
@@ -100,7 +100,7 @@ def load_for_evaluation(
 ) -> LoadedModel:
     """A trained causal language model in float32 with its tokenizer; an error for anything else."""
     expected = "expected a trained causal language model with its tokenizer"
-    if str(source) in ENCODINGS:
+    if is_encoding(str(source)):
         raise LoadError(f"{expected}, got the encoding {str(source)!r}; name a run or a folder, such as ./{source}")
     loaded = load_model(source, name=name, device=device, dtype=torch.float32, trust_remote_code=trust_remote_code)
     if loaded.tokenizer is None:
@@ -215,7 +215,7 @@ def parse_scaling(scaling: Scaling) -> dict[str, object]:
 def uses_rope(model: PreTrainedModel) -> bool:
     """Whether positions enter by rotation, so that a scaling means something."""
     if isinstance(model, LengthwiseForCausalLM):
-        return model.config.encoding == "rope"
+        return any(name == "rope" for spec in model.config.schedule for name, _ in spec.parts())
     return bool(getattr(model.config.get_text_config(), "rope_parameters", None))
 
 
@@ -226,7 +226,7 @@ def with_scaling(model: PreTrainedModel, scaling: Scaling) -> PreTrainedModel:
     rule = parse_scaling(scaling)
     config: Any = copy.deepcopy(model.config)
     if isinstance(model, LengthwiseForCausalLM):
-        config.encoding_options = {**(config.encoding_options or {}), "scaling": rule}
+        config.with_options("rope", scaling=rule)
     else:
         text = config.get_text_config()
         parameters = {key: value for key, value in rule.items() if key != "type"}

@@ -124,6 +124,8 @@ def score_block(record: AttentionRecord, visible: BlockMask, heads: slice, every
     for out, rows, keys in zip(products, grouped.flatten(2, 3), k, strict=True):
         torch.bmm(rows, keys.transpose(1, 2), out=out)
     content = visible.fill(products.unflatten(2, grouped.shape[2:4]).flatten(1, 2), 0)
+    if record.softcap is not None:
+        content = record.softcap * torch.tanh(content / record.softcap)
     bias = None if every_bias is None else every_bias[:, heads]
     factor = None
     if record.logit_scale is not None:
@@ -140,8 +142,6 @@ def score_block(record: AttentionRecord, visible: BlockMask, heads: slice, every
         if factor is not None:
             content, bias = factor * content, None if bias is None else factor * bias
         scores = content if bias is None else content + bias
-    if record.softcap is not None:
-        scores = record.softcap * torch.tanh(scores / record.softcap)
     return ScoreBlock(visible, heads, content, bias, scores)
 
 

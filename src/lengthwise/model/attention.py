@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
@@ -16,8 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from lengthwise.attention import attend, checked_call, explain
 from lengthwise.bias import Bias, at_least_float32
-from lengthwise.rescore import Rescore
-from lengthwise.token_layout import TokenLayout
+from lengthwise.token_layout import TokenLayout, Window
 
 # Attention functions are known to all of transformers by name, so a copy in an exported model has its own.
 NAME = "lengthwise" if __name__.startswith("lengthwise.") else __name__
@@ -27,6 +27,9 @@ Output = tuple[Float[Tensor, "batch query head dim"], Tensor | None]
 
 CAPTURE = f"{NAME}_capture"
 """The function that `model/families/lengthwise.py` registers: it calls another one and reports its arguments."""
+
+OPTIONS = ("bias", "rescore", "window", "scale", "softcap", "logit_scale", "sink")
+"""What `attend` takes beside the layout."""
 
 DESCRIBED = (NAME, "eager", CAPTURE)
 """Implementations that take the bias as it is described."""
@@ -40,10 +43,6 @@ def lengthwise_attention(
     attention_mask: Tensor | None,
     *,
     layout: TokenLayout | None = None,
-    bias: Bias | None = None,
-    rescore: Rescore | None = None,
-    logit_scale: Tensor | None = None,
-    sink: Tensor | None = None,
     output_attentions: bool = False,
     **kwargs: Any,
 ) -> Output:
@@ -53,12 +52,17 @@ def lengthwise_attention(
             f"attention 'lengthwise' needs a layout of the tokens, which only Lengthwise models give, got none from "
             f"{type(module).__name__}; use 'sdpa' there"
         )
-    parts: dict[str, Any] = {"bias": bias, "rescore": rescore, "logit_scale": logit_scale, "sink": sink}
+    options = attend_options(kwargs)
     if output_attentions:
-        explanation = explain(query, key, value, layout=layout, **parts)
+        explanation = explain(query, key, value, layout=layout, **options)
         assert explanation.weights is not None
         return explanation.out.transpose(1, 2), explanation.weights.to(query.dtype)
-    return attend(query, key, value, layout=layout, **parts).transpose(1, 2), None
+    return attend(query, key, value, layout=layout, **options).transpose(1, 2), None
+
+
+def attend_options(kwargs: dict[str, Any]) -> Any:
+    """What `attend` takes beside the layout, of the arguments of an attention function."""
+    return {name: kwargs[name] for name in OPTIONS if name in kwargs}
 
 
 def lengthwise_mask(*, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
@@ -86,39 +90,64 @@ def run_attention(
     key: Tensor,
     value: Tensor,
     *,
-    bias: Bias | None,
     layout: TokenLayout,
-    **parts: Any,
+    **options: Any,
 ) -> Output:
     """Attention by the function of an implementation, with its inputs as it takes them."""
     if implementation in DESCRIBED:
-        return attention(module, query, key, value, None, bias=bias, layout=layout, **parts)
-    qkv, mask, dense = stock_inputs(query, key, value, bias, layout, implementation=implementation)
-    out, weights = attention(module, *qkv, mask, scaling=module.scaling, dropout=0.0, position_bias=dense, **parts)
+        return attention(module, query, key, value, None, layout=layout, **options)
+    own = {name: options.pop(name, None) for name in ("bias", "window", "logit_scale", "sink")}
+    qkv, mask, dense = stock_inputs(query, key, value, layout, implementation=implementation, **own)
+    scale = options.pop("scale")
+    out, weights = attention(module, *qkv, mask, scaling=scale, dropout=0.0, position_bias=dense, **options)
     return out, None if weights is None else weights.to(query.dtype)
 
 
 def stock_inputs(
-    query: Tensor, key: Tensor, value: Tensor, bias: Bias | None, layout: TokenLayout, *, implementation: str
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: TokenLayout,
+    *,
+    implementation: str,
+    bias: Bias | None = None,
+    window: Window | None = None,
+    logit_scale: Tensor | None = None,
+    sink: Tensor | None = None,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | BlockMask | None, Tensor | None]:
     """Queries, keys and values, the mask and the position bias of one call, as the stock functions take them.
 
     Masks are added: the smallest number where a key must not be seen, so that rows which see nothing stay finite. Flex
-    wants its own kind of mask; with a tensor torch 2.13's kernel for CPUs writes out of bounds.
+    wants its own kind of mask; with a tensor torch 2.13's kernel for CPUs writes out of bounds. A logit scale is on the
+    queries and the bias; a sink is one more key, of which every channel and value is 0 and whose bias is the logit.
     """
-    call = checked_call(query, key, value, layout=layout, bias=bias)
-    if bias is None and implementation == "sdpa" and call.visibility.is_plain and call.queries in (1, call.keys):
+    options: Any = {"bias": bias, "window": window, "logit_scale": logit_scale, "sink": sink}
+    call = checked_call(query, key, value, layout=layout, **options)
+    plain = call.is_bare and call.visibility.is_plain
+    if implementation == "sdpa" and plain and call.queries in (1, call.keys):
         return (query, key, value), None, None
     query, key, value = (at_least_float32(x).contiguous() for x in (query, key, value))
     shape = (call.batch, call.heads, call.queries, call.keys)
     dense = None if bias is None else bias.dense().to(query.dtype).expand(shape).contiguous()
     visible = call.visibility.mask().expand(call.batch, -1, -1, -1)
+    if call.logit_scale is not None:
+        factor = call.logit_scale.to(query.dtype)[..., None]
+        query, dense = query * factor, None if dense is None else dense * factor
+    if call.sink is not None:
+        key, value, visible = F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1)), F.pad(visible, (0, 1), value=True)
+        own = call.sink.to(query.dtype).expand(*shape[:3])[..., None]
+        dense = torch.cat([query.new_zeros(shape) if dense is None else dense, own], -1)
     if implementation != "flex_attention":
         mask = torch.zeros_like(visible, dtype=query.dtype).masked_fill(~visible, torch.finfo(query.dtype).min)
         return (query, key, value), mask.contiguous(), dense
-    every = visible.expand(shape).contiguous()
+    every = visible.expand(-1, call.heads, -1, -1).contiguous()
     block = create_block_mask(
-        lambda b, h, q, k: every[b, h, q, k], call.batch, call.heads, call.queries, call.keys, device=query.device.type
+        lambda b, h, q, k: every[b, h, q, k],
+        call.batch,
+        call.heads,
+        call.queries,
+        key.shape[2],
+        device=query.device.type,
     )
     return (query, key, value), block, dense
 

@@ -1,14 +1,15 @@
-"""An encoding's state inside transformers' caches: in a cache layer of its own, beside the keys and values.
+"""Transformers' caches: an encoding's state in them, and windows of which they hold the nearest keys alone.
 
 The state of a layer is kept by a second layer of the same kind, its twin, whose keys are the state's numbers: what a
 cache does to keys (crop, reorder, repeat, slide, offload) happens to the state by transformers' own code. The twin has
 its own heads and dtype: as many as there are queries', in float32 or better, whatever the keys have.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import (
@@ -20,6 +21,7 @@ from transformers.cache_utils import (
 )
 
 from lengthwise.encodings.base import State
+from lengthwise.token_layout import Slot, TokenLayout, Window
 
 Numbers = Float[Tensor, "batch head position number"]
 
@@ -115,12 +117,73 @@ KINDS: dict[type, type[StateLayer]] = {
 }
 
 
+def fit_windows(cache: Cache, reaches: Sequence[int | None]) -> None:
+    """Cut sliding layers that are still empty down to how far the model's layers reach; an error if one is too short.
+
+    transformers knows one window for all layers, the longest.
+    """
+    layers: list[Any] = cache.layers
+    for number, (layer, reach) in enumerate(zip(layers, reaches, strict=False)):
+        window = _window(layer)
+        if window is None or torch.compiler.is_compiling():
+            continue
+        if reach is not None and reach < window and int(layer.get_seq_length()) == 0:
+            layers[number] = type(layer)(max_cache_len=reach, sliding_window=reach)
+        elif reach is None or (reach > window and not layer.is_compileable):
+            raise ValueError(
+                f"layer {number} must keep {'all' if reach is None else reach} tokens, got a cache that keeps "
+                f"{window}; make it with config=model.config"
+            )
+
+
+def cached_length(cache: Cache, reaches: Sequence[Any] = ()) -> tuple[Slot, int | None]:
+    """How many tokens a cache has had, and how many it has room for; None if there is no end."""
+    layers: list[Any] = cache.layers
+    full = [number for number, layer in enumerate(layers) if not layer.is_sliding]
+    # A static cache hands out the counter that it goes on to raise.
+    past = cache.get_seq_length(full[0] if full else 0)
+    past = past.clone() if isinstance(past, Tensor) else past
+    if not cache.is_compileable:
+        return past, None
+    if full:
+        return past, layers[full[0]].max_cache_len
+    # One that is shorter than the window of its layer has all of its room there.
+    rooms = [layer.max_cache_len for layer, reach in zip(layers, reaches, strict=False) if layer.max_cache_len < reach]
+    return past, min(rooms) if rooms else None
+
+
+def kept_layout(cache: Cache, number: int, layout: TokenLayout, window: Window | None) -> TokenLayout:
+    """The layout of the keys that a layer of the cache gives once the new tokens are in it."""
+    if number >= len(cache.layers) or _window(cache.layers[number]) is None:
+        return layout
+    count, first = cache.get_mask_sizes(layout.query_count, number)
+    if not isinstance(layout.query_start, Tensor):
+        count = min(count, layout.key_count - first)
+        if not torch.compiler.is_compiling() and first and layout.key_mask is not None and not isinstance(window, int):
+            _check_padding(layout.key_mask, first, int(layout.query_start))
+    return layout if first == 0 and count == layout.key_count else layout.keys(first, count)
+
+
+def _check_padding(mask: Bool[Tensor, "#batch key"], first: int, past: int) -> None:
+    """An error where padding takes the place of tokens that a band reaches: bands count tokens, caches count slots."""
+    if bool((mask[:, :first].any(1) & ~mask[:, first:past].all(1)).any()):
+        raise NotImplementedError(
+            "chunks and bands count tokens, and a sliding cache has lost some to padding between them; pass "
+            "past_key_values=DynamicCache(), which keeps all"
+        )
+
+
+def _window(layer: Any) -> int | None:
+    """How many tokens a sliding layer keeps, itself included; None for one that keeps all."""
+    return getattr(layer, "sliding_window", None) or layer.max_cache_len if layer.is_sliding else None
+
+
 def remember(
     cache: Cache,
     layer: int,
     k: Float[Tensor, "batch kv_head query dim"],
     v: Float[Tensor, "batch kv_head query dim"],
-    state: dict[str, Float[Tensor, "batch head query *axis"]] | None,
+    state: dict[str, Float[Tensor, "batch head query ..."]] | None,
 ) -> tuple[Tensor, Tensor, State | None]:
     """Add new tokens to the cache; keys, values and state of all slots that it has."""
     if not state:

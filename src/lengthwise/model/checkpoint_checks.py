@@ -5,10 +5,13 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from lengthwise.model.configuration import LengthwiseConfig
+from lengthwise.model.configuration import LengthwiseConfig, current_format, renamed_weights
 
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-MUST_AGREE = ("n_head", "encoding", "encoding_options", "share_encoding")
+MUST_AGREE = (
+    *("n_head", "n_kv_head", "head_dim", "encoding", "encoding_options", "share_encoding", "layers", "embed"),
+    *("scale", "softcap", "qk_norm", "qk_norm_place"),
+)
 """What weights mean depends on these, and no shape tells: GPT-2's have the same shapes with any number of heads."""
 HEAD = "lm_head."
 """Weights that a checkpoint of the model without its head does not have, unless they are those of the embedding."""
@@ -24,16 +27,20 @@ def checked_checkpoint(name: Any, kwargs: dict[str, Any]) -> None:
     if name is None:
         return
     stored, _ = PreTrainedConfig.get_config_dict(name, **_where(kwargs))
+    if (renamed := renamed_weights(stored)) is not None:
+        kwargs["key_mapping"] = renamed
     if stored.get("model_type") != LengthwiseConfig.model_type:
         raise ValueError(
             f"{name} must be a Lengthwise model; its config says {stored.get('model_type')!r}. "
             "For a GPT-2 use lengthwise.model.convert_gpt2."
         )
+    stored = current_format(stored)
     config = kwargs.get("config")
+    wanted_fields = config.to_dict() if isinstance(config, LengthwiseConfig) else kwargs
     defaults = {field: getattr(LengthwiseConfig, field, None) for field in MUST_AGREE}
     for field in MUST_AGREE:
         has = stored.get(field, defaults[field]) or None
-        wanted = getattr(config, field, kwargs.get(field, has)) or None
+        wanted = wanted_fields.get(field, has) or None
         if has != wanted:
             raise ValueError(
                 f"the checkpoint {name} has {field}={has!r}; {field}={wanted!r} was asked for, and its weights would "

@@ -1,12 +1,15 @@
 """The configuration of a GPT-2 with any positional encoding, in GPT-2's field names.
 
 LengthwiseConfig.preset("small", encoding="alibi", encoding_options={"slopes": "geometric"})
+LengthwiseConfig.preset("small", layers="rope:512,rope:512,none", n_kv_head=4)
 
-Every error is raised here, before a weight is allocated: the encoding is built once without storage to see that it can.
+Every error is raised here, before a weight is allocated: encodings are built once without storage to see that they can.
 """
 
 import difflib
+import math
 from dataclasses import fields
+from itertools import cycle, islice
 from typing import Any, ClassVar
 
 import torch
@@ -14,8 +17,10 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from lengthwise.encodings import ENCODINGS, AttentionShape
+from lengthwise.encodings.base import Hook
 from lengthwise.encodings.registry import build, find
-from lengthwise.errors import OptionError
+from lengthwise.errors import OptionError, check_choice, check_int, check_number
+from lengthwise.model.schedule import LayerSpec, parse_layer, parse_layers, split_embedding
 
 PRESETS = {
     "nano": {"n_layer": 4, "n_head": 12, "n_embd": 192},
@@ -26,13 +31,34 @@ PRESETS = {
 }
 """Sizes by name; nano is for two cores, the others are GPT-2's and the CABLE paper's."""
 
+FORMAT = 2
+"""The version of stored configs. Version 1, which has no such entry, had DAPE over another encoding as an option."""
+
+SCORE_NETWORKS = ("dape", "dapev2")
+
+DEFAULT_ENCODING = "cable"
+
+
+QK_NORMS = ("rms", "layer", "l2")
+
 
 @strict
 class LengthwiseConfig(PreTrainedConfig):
     """GPT-2's sizes, an encoding by name, and its options; `n_positions` is the training length.
 
-    `share_encoding` gives all layers one encoding instead of one each. Encodings that act as tokens enter are always
-    one. There is no attention dropout.
+    layers          a schedule in place of `encoding`: {encoding, encoding_options, window} by layer, repeated over the
+                    depth, see schedule.py
+    embed           an encoding that acts as tokens enter, by name or with its options; it may also be in every layer
+    share_encoding  gives all layers one encoding instead of one each
+    n_kv_head       heads of keys and values, each for as many of the queries; `n_head` if not given
+    head_dim        n_embd / n_head if not given
+    qkv_bias, out_bias    whether the projections into and out of attention have a bias
+    scale           of the scores, 1 / sqrt(head_dim) if not given
+    softcap         content becomes softcap tanh(content / softcap)
+    qk_norm         of queries and keys, head by head: "rms" and "layer" with learned weights, "l2" RMS without
+    qk_norm_place   "before" the rotation, or "after" it: then layers without a rotation have no norm, as in Llama 4
+
+    There is no attention dropout.
     """
 
     model_type = "lengthwise"
@@ -43,6 +69,7 @@ class LengthwiseConfig(PreTrainedConfig):
         "max_position_embeddings": "n_positions",
         "num_attention_heads": "n_head",
         "num_hidden_layers": "n_layer",
+        "num_key_value_heads": "n_kv_head",
     }
 
     vocab_size: int = 50304
@@ -60,15 +87,47 @@ class LengthwiseConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
     tie_word_embeddings: bool = True
-    encoding: str = "cable"
+    encoding: str | None = None
     encoding_options: dict[str, Any] | None = None
     share_encoding: bool = False
+    layers: str | list[Any] | tuple[Any, ...] | None = None
+    embed: str | dict[str, Any] | None = None
+    n_kv_head: int | None = None
+    head_dim: int | None = None
+    qkv_bias: bool = True
+    out_bias: bool = True
+    scale: float | int | None = None
+    softcap: float | int | None = None
+    qk_norm: str | None = None
+    qk_norm_place: str = "before"
+    format: int = FORMAT
 
     def __post_init__(self, **kwargs: Any) -> None:
         self._refuse_strangers(kwargs)
+        if self.layers is None:
+            self.encoding = self.encoding or DEFAULT_ENCODING
+        elif self.encoding is not None or self.encoding_options:
+            raise OptionError("`encoding` is short for layers that are all alike, got it beside `layers`; use one")
+        else:
+            self.layers = [spec.stored() for spec in parse_layers(self.layers)]
         self.encoding_options = dict(self.encoding_options or {})
+        self._head_dim_given = self.head_dim is not None
+        self._reaches: list[int | None] = []
         super().__post_init__(**kwargs)
         self.check()
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers, from any version of a stored config."""
+        return super().from_dict(current_format(config_dict), **kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in transformers; a width of heads that follows from the others stays open."""
+        stored: dict[str, Any] = super().to_dict()
+        stored.pop("_reaches", None)
+        if not stored.pop("_head_dim_given", True):
+            stored["head_dim"] = None
+        return stored
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> "LengthwiseConfig":
@@ -82,43 +141,118 @@ class LengthwiseConfig(PreTrainedConfig):
         return cls(**(PRESETS[name] | changes))
 
     @property
-    def head_dim(self) -> int:
-        """The width of a head."""
-        return self.n_embd // self.n_head
-
-    @property
     def geometry(self) -> AttentionShape:
-        """The attention that the encoding serves."""
-        return AttentionShape(self.n_head, self.n_embd, self.head_dim, self.n_positions)
+        """The attention that the encodings serve."""
+        return AttentionShape(self.n_head, self.n_embd, self.head_dim or 0, self.n_positions)
 
     @property
-    def embeds(self) -> bool:
-        """Whether the encoding acts as tokens enter: then it is one for the model, GPT-2's wpe."""
-        return find(self.encoding).overrides("embed")
+    def embedding(self) -> LayerSpec | None:
+        """What acts as tokens enter, GPT-2's wpe; None if nothing does."""
+        return self._split()[0]
 
     @property
-    def rescores(self) -> bool:
-        """Whether the encoding replaces the scores."""
-        return find(self.encoding).overrides("rescore")
+    def schedule(self) -> list[LayerSpec]:
+        """What each layer has, without what acts as tokens enter."""
+        return list(islice(cycle(self._split()[1]), self.n_layer))
+
+    def _split(self) -> tuple[LayerSpec | None, list[LayerSpec]]:
+        embed = None if self.embed is None else parse_layer(self.embed)
+        return split_embedding(self._listed(), embed)
+
+    def _listed(self) -> list[LayerSpec]:
+        """The layers as they were given."""
+        if self.layers is not None:
+            return parse_layers(self.layers)
+        return [LayerSpec(self.encoding or DEFAULT_ENCODING, self.encoding_options or {})]
 
     @property
-    def is_shared(self) -> bool:
-        """Whether all layers have one encoding."""
-        return self.share_encoding or self.embeds
+    def label(self) -> str:
+        """Its encodings in short: "cable", "rope:512,none", "learned; alibi:512,alibi"."""
+        own = ",".join(spec.label for spec in self._listed())
+        return own if self.embed is None else f"{parse_layer(self.embed).encoding}; {own}"
+
+    def overrides(self, hook: Hook, *, everywhere: bool = False) -> bool:
+        """Whether the encoding of some layer has that hook, or that of every layer."""
+        has = [find(spec.encoding).overrides(hook) for spec in self.schedule]
+        return all(has) if everywhere else any(has)
+
+    @property
+    def stock_attention(self) -> str | None:
+        """What keeps the attention functions of transformers from computing this model; None if they can.
+
+        They add to the scores, and can neither replace nor cap them.
+        """
+        if self.softcap is not None:
+            return "a softcap"
+        return "a rescore" if self.overrides("rescore") else None
+
+    @property
+    def layer_types(self) -> list[str] | None:
+        """In transformers' words, for its caches; None where every layer sees everything."""
+        if not any(self._reaches):
+            return None
+        return ["full_attention" if reach is None else "sliding_attention" for reach in self._reaches]
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The longest window, for transformers' caches; the model cuts those of other layers down to theirs."""
+        return max((reach for reach in self._reaches if reach is not None), default=None)
+
+    def with_options(self, part: str, **options: Any) -> None:
+        """Change options of one encoding wherever it stands."""
+        specs = [
+            spec.with_parts([(name, {**own, **options} if name == part else own) for name, own in spec.parts()])
+            for spec in self._listed()
+        ]
+        if self.layers is not None:
+            self.layers = [spec.stored() for spec in specs]
+        else:
+            self.encoding_options = dict(specs[0].options)
 
     def check(self) -> None:
         """An error unless a model can be built."""
         for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be a positive int, got {getattr(self, name)}")
-        if self.n_embd % self.n_head:
-            raise ValueError(f"n_head must divide n_embd, got n_head={self.n_head} and n_embd={self.n_embd}")
-        find(self.encoding)
+            check_int(name, getattr(self, name))
+        if not self._head_dim_given:
+            if self.n_embd % self.n_head:
+                raise ValueError(f"n_head must divide n_embd, got n_head={self.n_head} and n_embd={self.n_embd}")
+            self.head_dim = self.n_embd // self.n_head
+        check_int("head_dim", self.head_dim)
+        check_int("n_kv_head", self.n_kv_head or self.n_head)
+        if self.n_head % (self.n_kv_head or self.n_head):
+            raise ValueError(f"n_kv_head must divide n_head, got n_kv_head={self.n_kv_head} and n_head={self.n_head}")
+        if self.scale is not None and not math.isfinite(self.scale):
+            raise ValueError(f"scale must be a finite number, got {self.scale}")
+        if self.softcap is not None:
+            check_number("softcap", self.softcap)
+        if self.qk_norm is not None:
+            check_choice("qk_norm", self.qk_norm, QK_NORMS)
+        check_choice("qk_norm_place", self.qk_norm_place, ("before", "after"))
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        listed = self._listed()
+        if self.n_layer % len(listed):
+            raise OptionError(
+                f"layers must cover the depth: n_layer must be a multiple of the {len(listed)} that are listed, got "
+                f"{self.n_layer}"
+            )
+        embedding, specs = self._split()
+        # Kept here for the caches of compiled graphs.
+        self._reaches = [spec.reach for spec in self.schedule]
+        for spec in specs:
+            if spec.window is not None and not find(spec.encoding).takes_window(spec.window):
+                raise OptionError(f"{spec.encoding!r} cannot have such a window, got the layer {spec.label!r}")
+            if self.qk_norm and self.qk_norm_place == "after" and find(spec.encoding).turns_last:
+                raise OptionError(f"qk_norm must be before {spec.encoding!r}, which turns keys last, got 'after'")
+        if self.share_encoding and any((s.encoding, s.options) != (specs[0].encoding, specs[0].options) for s in specs):
+            raise OptionError(f"share_encoding needs layers with one encoding, got {self.label!r}")
         with torch.device("meta"):
-            try:
-                build(self.encoding, self.geometry, self.encoding_options or {})
-            except (TypeError, ValueError) as error:
-                raise OptionError(str(error)) from error
+            for spec in (*listed, *specs, *([embedding] if embedding else [])):
+                try:
+                    build(spec.encoding, self.geometry, spec.options)
+                except (TypeError, ValueError) as error:
+                    raise OptionError(str(error)) from error
 
     @classmethod
     def _refuse_strangers(cls, kwargs: dict[str, Any]) -> None:
@@ -134,3 +268,30 @@ class LengthwiseConfig(PreTrainedConfig):
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
             if near:
                 raise TypeError(f"unknown field {name!r} of the config. Did you mean {near[0]!r}?")
+
+
+def current_format(stored: dict[str, Any]) -> dict[str, Any]:
+    """A stored config in today's form.
+
+    >>> current_format({"encoding": "dapev2", "encoding_options": {"over": "cable", "hidden": 8}})["encoding"]
+    'cable+dapev2'
+    """
+    options = dict(stored.get("encoding_options") or {})
+    if "format" in stored or stored.get("encoding") not in SCORE_NETWORKS:
+        return stored
+    over, of_over = options.pop("over", "kerple"), options.pop("over_options", None) or {}
+    parts = {over: of_over, stored["encoding"]: options}
+    return stored | {
+        "format": FORMAT,
+        "encoding": f"{over}+{stored['encoding']}",
+        "encoding_options": {name: own for name, own in parts.items() if own},
+    }
+
+
+def renamed_weights(stored: dict[str, Any]) -> dict[str, str] | None:
+    """Patterns of the weights that have another name since version 1, and their names; None if none has."""
+    current = current_format(stored)
+    if current is stored:
+        return None
+    over, own = current["encoding"].split("+")
+    return {r"encoding\.over\.": f"encoding.parts.{over}.", r"encoding\.(into|out)\.": rf"encoding.parts.{own}.\1."}

@@ -30,6 +30,11 @@ COPIED = (
     "pad_token_id",
     "tie_word_embeddings",
 )
+"""Fields that both configs have."""
+
+OWN = ("n_kv_head", "head_dim", "qkv_bias", "out_bias", "scale", "softcap", "qk_norm", "qk_norm_place")
+"""Those of a Lengthwise model alone."""
+
 TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh")
 
 
@@ -37,14 +42,16 @@ TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh")
 def convert_gpt2(
     source: PreTrainedModel | str | Path,
     *,
-    encoding: str = "learned",
+    encoding: str | None = None,
     encoding_options: Mapping[str, Any] | None = None,
     share_encoding: bool = False,
+    layers: str | list[Any] | None = None,
+    embed: str | dict[str, Any] | None = None,
 ) -> LengthwiseForCausalLM:
     """A Lengthwise model with the weights of a GPT-2, or of another Lengthwise model: one loaded, a folder or a name.
 
-    With "learned" it gives the same logits; any other encoding starts as it says. GPT-2's attention dropout is left
-    out, since there is none here.
+    With "learned", which it has if nothing else is named, it gives the same logits; any other encoding starts as it
+    says. GPT-2's attention dropout is left out, since there is none here.
     """
     if not isinstance(source, PreTrainedModel):
         refuse_pickles(source)
@@ -55,15 +62,19 @@ def convert_gpt2(
         )
     if isinstance(source, GPT2LMHeadModel):
         _refuse_other_formulas(source.config)
+    stored = source.config.to_dict() if isinstance(source, LengthwiseForCausalLM) else {}
     config = LengthwiseConfig(
         **{name: getattr(source.config, name) for name in COPIED},
-        encoding=encoding,
+        **{name: stored[name] for name in OWN if name in stored},
+        encoding=encoding or ("learned" if layers is None and embed is None else None),
         encoding_options=dict(encoding_options or {}),
         share_encoding=share_encoding,
+        layers=layers,
+        embed=embed,
     )
     model: Any = LengthwiseForCausalLM._from_config(config, dtype=source.dtype)
     weights = {name: w for name, w in source.state_dict().items() if ".encoding." not in name}
-    if encoding != "learned":
+    if "transformer.wpe.weight" not in model.state_dict():
         weights.pop("transformer.wpe.weight", None)
     missing, unexpected = model.load_state_dict(weights, strict=False)
     fresh = [name for name in missing if ".encoding." not in name and ".wpe." not in name]

@@ -27,7 +27,7 @@ FILES = (
     *("errors.py", "files.py", "token_layout.py", "bias.py", "rescore.py"),
     *("encodings/**/*.py", "attention/**/*.py"),
     *(f"model/{name}.py" for name in ("attention", "cache", "checkpoint_checks", "configuration", "layout", "losses")),
-    "model/modeling.py",
+    *("model/modeling.py", "model/schedule.py"),
 )
 """What is copied, as patterns; a test holds them to what the model really imports."""
 
@@ -85,11 +85,8 @@ def export(checkpoint: str | Path, out: str | Path) -> Path:
 
 def check_exportable(config: LengthwiseConfig) -> None:
     """An error for encodings that were registered from elsewhere, whose files are not among ours."""
-    names = [
-        config.encoding,
-        *([str((config.encoding_options or {}).get("over", "kerple"))] if config.rescores else []),
-    ]
-    for name in names:
+    specs = [*config.schedule, *([config.embedding] if config.embedding else [])]
+    for name in dict.fromkeys(name for spec in specs for name, _ in spec.parts()):
         module = ENCODINGS[name].__module__
         if not module.startswith("lengthwise.encodings."):
             raise ExportError(f"only encodings of Lengthwise itself can be exported, got {name!r} of {module!r}")

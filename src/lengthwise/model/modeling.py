@@ -1,7 +1,7 @@
 """GPT-2 (Radford et al. 2019) with any positional encoding, as a model of transformers.
 
-    x = wte[token]                                   encoding.embed(x, positions), once
-    x = x + attn(ln_1(x))                            encoding.state, rotate, bias, rescore, in every layer
+    x = wte[token]                                   encoding.embed(x, layout), once
+    x = x + attn(ln_1(x))                            the other hooks, in every layer, each with its own encoding
     x = x + mlp(ln_2(x))
     logits = ln_f(x) wte^T
 
@@ -25,16 +25,18 @@ from transformers.utils import logging
 from transformers.utils.generic import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from lengthwise.bias import Bias, SumBias
+from lengthwise.bias import Bias, DenseBias, SumBias
 from lengthwise.encodings import Encoding
-from lengthwise.encodings.registry import build
+from lengthwise.encodings.base import State
+from lengthwise.encodings.registry import build, find
 from lengthwise.model.attention import NAME, eager_attention, run_attention
-from lengthwise.model.cache import remember
+from lengthwise.model.cache import cached_length, fit_windows, kept_layout, remember
 from lengthwise.model.checkpoint_checks import checked_checkpoint, checked_loading
 from lengthwise.model.configuration import LengthwiseConfig
 from lengthwise.model.layout import added_by, make_layout, with_mask
 from lengthwise.model.losses import head_loss
-from lengthwise.token_layout import TokenLayout
+from lengthwise.model.schedule import LayerSpec, parse_layer
+from lengthwise.token_layout import Slot, TokenLayout, Window
 
 logger = logging.get_logger(__name__)
 
@@ -42,14 +44,44 @@ UNSUPPORTED = ("flash", "paged", "lengthwise_")
 """Attention functions that take no bias, and those by which `lengthwise.inspect` captures others."""
 
 
-def make_encoding(config: LengthwiseConfig) -> Encoding:
+def make_encoding(config: LengthwiseConfig, spec: LayerSpec) -> Encoding:
     """A new encoding; one that is not double is float32 whatever the model's dtype."""
-    encoding = build(config.encoding, config.geometry, config.encoding_options or {})
+    encoding = build(spec.encoding, config.geometry, spec.options)
     return encoding if torch.get_default_dtype() == torch.float64 else encoding.float()
 
 
-class ResidualConv1D(Conv1D):
+def windows_of(config: LengthwiseConfig) -> list[Window | None]:
+    """The window of every layer.
+
+    Read again from plain values: transformers loads the config of an exported model apart from its code, with a copy of
+    every class.
+    """
+    return [parse_layer(spec.stored()).window for spec in config.schedule]
+
+
+class Projection(Conv1D):
+    """GPT-2's linear layer, whose bias may be left out."""
+
+    def __init__(self, outputs: int, inputs: int, *, bias: bool = True) -> None:
+        super().__init__(outputs, inputs)
+        if not bias:
+            self.register_parameter("bias", None)
+
+    def forward(self, x: Float[Tensor, "batch query inner"]) -> Float[Tensor, "batch query outer"]:
+        """x W + b."""
+        return x @ self.weight if self.bias is None else super().forward(x)
+
+
+class ResidualConv1D(Projection):
     """A projection whose output is added to the tokens: it starts smaller, the more of them there are."""
+
+
+def make_norm(config: LengthwiseConfig) -> nn.Module:
+    """The norm of queries or of keys, head by head."""
+    eps = config.layer_norm_epsilon
+    if config.qk_norm == "layer":
+        return nn.LayerNorm(config.head_dim, eps=eps)
+    return nn.RMSNorm(config.head_dim, eps=eps, elementwise_affine=config.qk_norm == "rms")
 
 
 class LengthwiseAttention(nn.Module):
@@ -57,14 +89,39 @@ class LengthwiseAttention(nn.Module):
 
     def __init__(self, config: LengthwiseConfig, layer_idx: int) -> None:
         super().__init__()
-        self.config, self.layer_idx = config, layer_idx
-        self.scaling = config.head_dim**-0.5
+        spec = config.schedule[layer_idx]
+        dim, heads, kv_heads = config.geometry.head_dim, config.n_head, config.n_kv_head or config.n_head
+        self.config, self.layer_idx, self.window = config, layer_idx, windows_of(config)[layer_idx]
+        self.scaling = dim**-0.5 if config.scale is None else float(config.scale)
         self.is_causal = True
-        self.c_attn = Conv1D(3 * config.n_embd, config.n_embd)
-        self.c_proj = ResidualConv1D(config.n_embd, config.n_embd)
+        self.num_key_value_groups = heads // kv_heads
+        self.heads = (heads, kv_heads, kv_heads)
+        self.c_attn = Projection(sum(self.heads) * dim, config.n_embd, bias=config.qkv_bias)
+        self.c_proj = ResidualConv1D(config.n_embd, heads * dim, bias=config.out_bias)
+        rotates = find(spec.encoding).overrides("rotate")
+        self.norm_place = (
+            config.qk_norm_place if config.qk_norm and (config.qk_norm_place == "before" or rotates) else None
+        )
+        if self.norm_place is not None:
+            self.q_norm, self.k_norm = make_norm(config), make_norm(config)
         self.resid_dropout = nn.Dropout(config.resid_pdrop)
-        if not config.is_shared:
-            self.encoding = make_encoding(config)
+        if not config.share_encoding:
+            self.encoding = make_encoding(config, spec)
+
+    def project(self, x: Float[Tensor, "batch query width"]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, (batch, head, query, dim), before they are turned."""
+        every = self.c_attn(x).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+        q, k, v = every.split(self.heads, 1)
+        return (*self._normed(q, k, "before"), v)
+
+    def turn(
+        self, encoding: Encoding, q: Tensor, k: Tensor, layout: TokenLayout, state: State | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys as they meet."""
+        return self._normed(*encoding.rotate(q, k, layout, state), "after")
+
+    def _normed(self, q: Tensor, k: Tensor, place: str) -> tuple[Tensor, Tensor]:
+        return (self.q_norm(q), self.k_norm(k)) if self.norm_place == place else (q, k)
 
     def forward(
         self,
@@ -79,13 +136,13 @@ class LengthwiseAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """What attention adds to the tokens, and its weights if they were asked for."""
         encoding = encoding or self.encoding
-        q, k, v = self.c_attn(x).unflatten(-1, (3, self.config.n_head, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.project(x)
         qk = encoding.own_qk(q, k)
         state = encoding.state(x, layout.query_mask, **qk)
         # Keys are cached as they meet queries, unless that changes as the sequence grows.
-        late = encoding.length_dependent or state is not None
-        if encoding.overrides("rotate") and not late:
-            q, k = encoding.rotate(q, k, layout.new_tokens())
+        rotates, late = encoding.overrides("rotate"), encoding.rotates_late
+        if rotates and not late:
+            q, k = self.turn(encoding, q, k, layout.new_tokens())
         if past_key_values is not None:
             k, v, state = remember(past_key_values, self.layer_idx, k, v, state)
         # Without the room that a static cache has behind; weights cover it, as everywhere in transformers.
@@ -93,22 +150,26 @@ class LengthwiseAttention(nn.Module):
         if room:
             k, v = k[:, :, : layout.key_count], v[:, :, : layout.key_count]
             state = state and {name: numbers[:, :, : layout.key_count] for name, numbers in state.items()}
-        if encoding.overrides("rotate") and late:
-            q, k = encoding.rotate(q, k, layout, state)
+        if rotates and late:
+            q, k = self.turn(encoding, q, k, layout, state)
         if bias is None:
             bias = encoding.bias(x, layout, state, **qk)
         if added is not None:
             bias = added if bias is None else SumBias((bias, added))
-        parts: dict[str, Any] = {
+        own = {} if self.window is None else {"window": self.window}
+        options: dict[str, Any] = {
+            "bias": bias,
             "rescore": encoding.rescore(x, layout, state),
-            "logit_scale": encoding.logit_scale(x, layout),
+            "window": self.window,
+            "scale": self.scaling,
+            "softcap": self.config.softcap,
+            "logit_scale": encoding.logit_scale(x, layout, **own),
             "sink": encoding.sink(x),
         }
         implementation = self.config._attn_implementation
         # By finding this call in the file transformers knows that the implementation can be chosen.
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
-        parts |= {"bias": bias, "layout": layout}
-        out, weights = run_attention(attention, implementation, self, q, k, v, **parts, **kwargs)
+        out, weights = run_attention(attention, implementation, self, q, k, v, layout=layout, **options, **kwargs)
         if room and weights is not None:
             weights = F.pad(weights, (0, room))
         out = self.c_proj(out.to(x.dtype).flatten(2))
@@ -164,8 +225,7 @@ class LengthwisePreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: LengthwiseConfig, *args: Any, **kwargs: Any) -> None:
         config.check()
-        # Stock kernels add to the scores and cannot replace them.
-        self._supports_sdpa = self._supports_flex_attn = not config.rescores
+        self._supports_sdpa = self._supports_flex_attn = config.stock_attention is None
         super().__init__(config, *args, **kwargs)
 
     def post_init(self) -> None:
@@ -185,6 +245,9 @@ class LengthwisePreTrainedModel(PreTrainedModel):
         name = pretrained_model_name_or_path
         checked_checkpoint(name, kwargs)
         loaded: Any = super().from_pretrained(name, *model_args, output_loading_info=True, **kwargs)
+        if "key_mapping" in kwargs:
+            # Else it would be saved under the old names, with the new config.
+            loaded[0]._weight_conversions = None
         if output_loading_info:
             return loaded
         if name is not None:
@@ -200,10 +263,10 @@ class LengthwisePreTrainedModel(PreTrainedModel):
         if attn_implementation not in known:
             why = "it takes no bias" if "flash" in attn_implementation else f"known are {', '.join(map(repr, known))}"
             raise ValueError(f'Specified `attn_implementation="{attn_implementation}"` is not supported: {why}.')
-        if self.config.rescores and attn_implementation != "eager":
+        if self.config.stock_attention is not None and attn_implementation != "eager":
             raise ValueError(
-                f'Specified `attn_implementation="{attn_implementation}"` is not supported by the encoding '
-                f"{self.config.encoding!r}, which replaces the scores: expected {NAME!r} or 'eager'."
+                f'Specified `attn_implementation="{attn_implementation}"` is not supported by a model with '
+                f"{self.config.stock_attention}, here {self.config.label!r}: expected {NAME!r} or 'eager'."
             )
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
 
@@ -220,7 +283,8 @@ class LengthwisePreTrainedModel(PreTrainedModel):
             # Asked of each module itself: of code outside it transformers passes over modules without own parameters.
             residual = isinstance(module, ResidualConv1D)
             init.normal_(module.weight, std=std / math.sqrt(2 * self.config.n_layer) if residual else std)
-            init.zeros_(module.bias)
+            if module.bias is not None:
+                init.zeros_(module.bias)
 
     def parameter_groups(self, weight_decay: float = 0.1) -> list[dict[str, Any]]:
         """Groups for AdamW: matrices decay; biases, norms and what an encoding says must not do not."""
@@ -238,10 +302,10 @@ class LengthwisePreTrainedModel(PreTrainedModel):
         matrices: dict[nn.Parameter, list[int] | None] = {}
         for block in (module for module in self.modules() if isinstance(module, LengthwiseBlock)):
             own = {p for part in block.modules() if isinstance(part, Encoding) for p in part.parameters()}
-            stacked = block.attn.c_attn.weight
+            widths = [heads * block.attn.config.head_dim for heads in block.attn.heads]
             for parameter in block.parameters():
                 if parameter.ndim == 2 and parameter not in own:
-                    matrices[parameter] = [parameter.shape[1] // 3] * 3 if parameter is stacked else None
+                    matrices[parameter] = widths if parameter is block.attn.c_attn.weight else None
         return matrices
 
 
@@ -251,11 +315,13 @@ class LengthwiseModel(LengthwisePreTrainedModel):
     def __init__(self, config: LengthwiseConfig) -> None:
         super().__init__(config)
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        if config.embeds:
-            self.wpe = make_encoding(config)
-        elif config.is_shared:
-            self.encoding = make_encoding(config)
+        if config.embedding is not None:
+            self.wpe = make_encoding(config, config.embedding)
+        if config.share_encoding:
+            self.encoding = make_encoding(config, config.schedule[0])
         self.drop = nn.Dropout(config.embd_pdrop)
+        self.windows = windows_of(config)
+        self.reaches = [spec.reach for spec in config.schedule]
         self.h = nn.ModuleList([LengthwiseBlock(config, layer) for layer in range(config.n_layer)])
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.gradient_checkpointing = False
@@ -282,23 +348,23 @@ class LengthwiseModel(LengthwisePreTrainedModel):
             use_cache = False
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        layout, added = self._layout(tokens, attention_mask, position_ids, past_key_values)
+        layouts, masks = self._layouts(tokens, attention_mask, position_ids, past_key_values)
 
         x = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
-        encoding = self.wpe if self.config.embeds else getattr(self, "encoding", None)
-        x = self.drop(encoding.embed(x, layout) if encoding is not None else x)
-        bias = None
+        x = self.drop(self.wpe.embed(x, layouts[None]) if hasattr(self, "wpe") else x)
+        shared = self.encoding if self.config.share_encoding else None
+        biases: dict[Window | None, Bias | None] = {}
         # A checkpointed layer makes its own, or no gradient would flow through it.
-        if encoding is not None and encoding.context_free and not checkpointing:
-            bias = encoding.bias(x, layout)
+        if shared is not None and shared.context_free and not checkpointing:
+            biases = {window: shared.bias(x, layout) for window, layout in layouts.items()}
         weights = kwargs.get("output_attentions", self.config.output_attentions)
-        for block in self.h:
+        for block, window in zip(self.h, self.windows, strict=True):
             x = block(
                 x,
-                layout,
-                encoding=encoding,
-                bias=bias,
-                added=added,
+                layouts[window],
+                encoding=shared,
+                bias=biases.get(window),
+                added=masks.get(window),
                 past_key_values=past_key_values,
                 output_attentions=bool(weights),
             )
@@ -306,21 +372,23 @@ class LengthwiseModel(LengthwisePreTrainedModel):
             last_hidden_state=self.ln_f(x), past_key_values=past_key_values if use_cache else None
         )
 
-    def _layout(
+    def _layouts(
         self, tokens: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Cache | None
-    ) -> tuple[TokenLayout, Bias | None]:
-        """Where the tokens stand, and what an explicit mask of numbers adds to their scores."""
+    ) -> tuple[dict[Window | None, TokenLayout], dict[Window | None, DenseBias]]:
+        """Where the tokens stand, by the window of layers, and what an explicit mask of numbers adds to their scores.
+
+        Under None all tokens; layers whose cache holds the nearest keys alone have a part of them.
+        """
         explicit = attention_mask if attention_mask is not None and attention_mask.ndim == 4 else None
         if cache is not None and not isinstance(cache, Cache):
             raise TypeError(
                 f"past_key_values must be a Cache of transformers, e.g. DynamicCache(), got a {type(cache).__name__}"
             )
-        # A static cache hands out the counter that it goes on to raise.
-        past = 0 if cache is None else cache.get_seq_length()
-        past = past.clone() if isinstance(past, Tensor) else past
-        capacity = None
-        if cache is not None and cache.is_compileable:
-            capacity = cache.get_mask_sizes(tokens.shape[1], 0)[0]
+        past: Slot = 0
+        capacity: int | None = None
+        if cache is not None:
+            fit_windows(cache, self.reaches)
+            past, capacity = cached_length(cache, self.reaches)
         layout = make_layout(
             tokens,
             attention_mask=attention_mask if explicit is None else None,
@@ -329,10 +397,19 @@ class LengthwiseModel(LengthwisePreTrainedModel):
             capacity=capacity,
             cached=cache is not None,
         )
-        if explicit is None:
-            return layout, None
-        layout = with_mask(layout, explicit, tokens.shape[0], self.config.n_head, capacity)
-        return layout, added_by(explicit, layout)
+        if explicit is not None:
+            layout = with_mask(layout, explicit, tokens.shape[0], self.config.n_head, capacity)
+        layouts: dict[Window | None, TokenLayout] = {None: layout}
+        for number, window in enumerate(self.windows):
+            if window not in layouts:
+                layouts[window] = layout if cache is None else kept_layout(cache, number, layout, window)
+        added = None if explicit is None else added_by(explicit, layout)
+        if added is None:
+            return layouts, {}
+        return layouts, {
+            window: DenseBias(added.value[..., own.key_start : own.key_start + own.key_count])
+            for window, own in layouts.items()
+        }
 
 
 class LengthwiseForCausalLM(LengthwisePreTrainedModel, GenerationMixin):
@@ -404,8 +481,8 @@ class LengthwiseForCausalLM(LengthwisePreTrainedModel, GenerationMixin):
         """The padding mask itself, as long as the static cache, so that its shape does not change while decoding."""
         if attention_mask is None or attention_mask.ndim == 4:
             return attention_mask
-        capacity, _ = past_key_values.get_mask_sizes(1, 0)
-        return F.pad(attention_mask, (0, capacity - attention_mask.shape[1]))
+        capacity = cached_length(past_key_values)[1]
+        return attention_mask if capacity is None else F.pad(attention_mask, (0, capacity - attention_mask.shape[1]))
 
 
 def checked_input(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:

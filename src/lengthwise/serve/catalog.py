@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lengthwise.encodings import ENCODINGS
+from lengthwise.encodings.registry import is_encoding
 from lengthwise.runs import Run
 
 STUDY = "study.json"
@@ -27,7 +28,7 @@ class Catalog:
     def __init__(self, sources: Sequence[str] = ()) -> None:
         self.sources = list(sources)
         for source in self.sources:
-            if source not in ENCODINGS and Path(source).is_dir() and not any(self._models_in(Path(source))):
+            if not is_encoding(source) and Path(source).is_dir() and not any(self._models_in(Path(source))):
                 raise ValueError(
                     f"expected a run, a checkpoint, a study or a folder of them, got {source}, which has none"
                 )
@@ -39,7 +40,7 @@ class Catalog:
     def checkpoints(self) -> dict[str, str]:
         """Checkpoint folders by name, and names on the hub as they are."""
         folders = _by_name(path for path in self._models() if not Run.is_run(path) and _is_checkpoint(path))
-        hub = [name for name in self.sources if not Path(name).exists() and name not in ENCODINGS]
+        hub = [name for name in self.sources if not Path(name).exists() and not is_encoding(name)]
         return {name: str(path) for name, path in folders.items()} | {name: name for name in hub}
 
     def source(self, name: str) -> str:
@@ -49,7 +50,7 @@ class Catalog:
             return str(runs[name])
         if name in checkpoints:
             return checkpoints[name]
-        if name in ENCODINGS:
+        if is_encoding(name):
             return name
         raise LookupError(f"model must be one that is offered now, got {name!r}")
 
@@ -57,7 +58,7 @@ class Catalog:
         """The names of models that can be looked at, the first of which the page opens with."""
         finished = [name for name, path in self.runs().items() if _is_finished(path)]
         groups = {"runs": finished, "checkpoints": list(self.checkpoints())}
-        named = [source for source in self.sources if source in ENCODINGS]
+        named = [source for source in self.sources if is_encoding(source)]
         groups["encodings at their initial parameters"] = list(dict.fromkeys([*named, *ENCODINGS]))
         return [{"label": label, "names": names} for label, names in groups.items()]
 
@@ -125,7 +126,7 @@ def _run_card(name: str, path: Path) -> dict[str, Any]:
     curve = [loss for loss in losses if math.isfinite(loss)]
     return {
         "name": name,
-        "encoding": str(config.get("encoding", "")),
+        "encoding": str(config.get("encoding") or config.get("layers") or ""),
         "step": int(metrics[-1].get("step", 0)) if metrics else 0,
         "steps": config.get("steps") if isinstance(config.get("steps"), int) else None,
         "loss": f"{losses[-1]:.3f}" if losses else "",

@@ -54,7 +54,7 @@ def write_gallery(docs: Path, runs: Sequence[str] = ()) -> str:
         _write_picture(draw(figure, maps), folder / f"{figure.name}.png")
         sections.append(section(figure, maps, structures[figure]))
     sections.append(head_table(structures))
-    missing = [figure.label for figure in FIGURES if figure not in trained]
+    missing = [figure.encoding for figure in FIGURES if figure not in trained]
     if missing:
         sections.append(f"There are no trained maps yet of {', '.join(missing)}.\n")
     for name in runs:
@@ -79,8 +79,8 @@ def section(figure: PaperFigure, maps: PositionMaps, structure: Structure) -> st
         f"{figure.caption} {structure.sentence()}{constant}.{printed}{faults} {origin_line(maps.origin)} Licence of "
         f"the text: {maps.origin['licence']}."
     )
-    picture = f"![The {maps.quantity} of {figure.label}](gallery/{figure.name}.png)"
-    return f"## Figure {figure.number}: {figure.label}\n\n{picture}\n\n{textwrap.fill(text, 120)}\n"
+    picture = f"![The {maps.quantity} of {figure.encoding}](gallery/{figure.name}.png)"
+    return f"## Figure {figure.number}: {figure.encoding}\n\n{picture}\n\n{textwrap.fill(text, 120)}\n"
 
 
 def head_table(structures: Mapping[PaperFigure, Structure]) -> str:
@@ -97,7 +97,7 @@ def head_table(structures: Mapping[PaperFigure, Structure]) -> str:
         for low, high, context in zip(structure.least, structure.greatest, structure.context, strict=True):
             follows = f"<br>{number(context)}" if figure.follows == "tokens" else ""
             cells.append(f"{number(low)} to {number(high)}{follows}")
-        lines.append(f"| {figure.label} | {' | '.join(cells)} |")
+        lines.append(f"| {figure.encoding} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -57,7 +57,7 @@ def show_paper(
             model = given.get(figure) or initial_model(figure.encoding, figure.options, seed=seed)
             maps = _model_maps(figure, model, samples, seed)
             state = f"trained: {model.name}" if model.trained else NOT_TRAINED
-            state += "" if model.trained or initial else f", since no trained maps of {figure.label} are at hand"
+            state += "" if model.trained or initial else f", since no trained maps of {figure.encoding} are at hand"
         path = save_picture(draw(figure, maps, state, style), folder / f"{figure.name}.png", force=force)
         lines.append(
             f"- Figure {figure.number}, [{path.name}]({path.name}) ({state}). {figure.caption}{training(maps)}"
@@ -94,4 +94,4 @@ def _model_maps(
         samples[text] = sample_tokens(loaded, length=INITIAL_LENGTH, seed=seed, count=SEQUENCES)
     sample = samples[text]
     maps = position_maps(loaded.model, sample.ids, quantity=figure.quantity, shown="first", tokens=sample.tokens)
-    return replace(maps, model=loaded.name, encoding=figure.label)
+    return replace(maps, model=loaded.name, encoding=figure.encoding)

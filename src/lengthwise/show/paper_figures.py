@@ -30,14 +30,9 @@ class PaperFigure:
     """The distance from which on the bias is constant, where it has one."""
 
     @property
-    def label(self) -> str:
-        """The encoding in words."""
-        return f"{self.encoding} over {self.options['over']}" if "over" in self.options else self.encoding
-
-    @property
     def maps_name(self) -> str:
         """The file name of its trained maps without the suffix."""
-        return self.label.replace(" over ", "-")
+        return self.encoding.replace("+", "-")
 
     @property
     def name(self) -> str:
@@ -46,19 +41,15 @@ class PaperFigure:
 
     def is_of(self, config: object) -> bool:
         """Whether a model's encoding is this figure's."""
-        if not isinstance(config, LengthwiseConfig) or config.encoding != self.encoding:
-            return False
-        over = (config.encoding_options or {}).get("over", "kerple")
-        return "over" not in self.options or over == self.options["over"]
+        return isinstance(config, LengthwiseConfig) and config.encoding == self.encoding
 
 
 FIGURES = (
     PaperFigure(8, "cable", "CABLE's bias follows the tokens: rows differ with what they have read.", follows="tokens"),
     PaperFigure(
         9,
-        "dapev2",
+        "cable+dapev2",
         "DAPEv2 over CABLE: what it adds to the content in all, which follows the tokens.",
-        {"over": "cable"},
         follows="tokens",
     ),
     PaperFigure(
@@ -69,9 +60,8 @@ FIGURES = (
     ),
     PaperFigure(
         11,
-        "dapev2",
+        "kerple+dapev2",
         "DAPEv2 over Kerple: what it adds in all; the correction makes a bias of distance follow the tokens.",
-        {"over": "kerple"},
         follows="tokens",
     ),
     PaperFigure(
@@ -113,5 +103,5 @@ def figure_of(name: str, config: object) -> PaperFigure:
     known = ", ".join(dict.fromkeys(figure.encoding for figure in FIGURES))
     raise ValueError(
         f"a model for the paper's figures must have one of their encodings, {known}, got {name} with "
-        f"{getattr(config, 'encoding', 'another model')!r}"
+        f"{getattr(config, 'label', 'another model')!r}"
     )

@@ -74,7 +74,8 @@ def write_trained(
     constant = f"; constant from distance {structure.constant_from} on" if structure.constant_from < length - 1 else ""
     return "\n".join(
         [
-            f"{path.name} ({path.stat().st_size:,} bytes): {figure.label}, {maps.quantity}. {origin_line(maps.origin)}",
+            f"{path.name} ({path.stat().st_size:,} bytes): {figure.encoding}, {maps.quantity}. "
+            f"{origin_line(maps.origin)}",
             f"  {structure.sentence()}{constant}; stored to {error:.1e} of a head's range.",
             *(f"  Not as in Figure {figure.number}: {fault}." for fault in structure.deviations(figure)),
         ]
@@ -100,7 +101,7 @@ def described_maps(loaded: LoadedModel, sample: TokenSample, figure: PaperFigure
     layer_map = replace(maps.maps[0], described=describe_record(record, figure.quantity), tiles=None)
     config = loaded.model.config
     shape = f"a GPT-2 of {config.n_layer} layers of {config.n_head} heads, width {config.n_embd}"
-    return replace(maps, model=shape, encoding=figure.label, maps=(layer_map,))
+    return replace(maps, model=shape, encoding=figure.encoding, maps=(layer_map,))
 
 
 @torch.no_grad()

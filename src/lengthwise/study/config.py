@@ -16,7 +16,8 @@ PAPER_ENCODINGS = ["cable", "kerple", "alibi", "fire", "t5-clamped", "rope", "si
 
 NOT_SHARED = frozenset(
     {
-        *("out", "encoding", "encoding_options", "seed", "resume", "evaluate_lengths", "dry_run", "version", "tuning"),
+        *("out", "encoding", "encoding_options", "layers", "seed", "resume", "evaluate_lengths", "dry_run", "version"),
+        "tuning",
         # What is measured is the held-out split of the data, and each run is a process of its own.
         *("held_out", "sharded"),
     }
@@ -30,7 +31,7 @@ class StudyConfig:
 
     out: str = option("study", "the study's folder")
     title: str = option("Positional encodings beyond their training length", "the heading of the report")
-    encodings: list[str] = option(PAPER_ENCODINGS, "the encodings that are compared")  # noqa: RUF009
+    encodings: list[str] = option(PAPER_ENCODINGS, "what is compared: encodings, or schedules of layers, rope:64,none")  # noqa: RUF009
     encoding_options: dict[str, dict[str, Any]] = option(  # noqa: RUF009
         {}, 'by encoding: {"sinusoidal": {"amplitude": 0.1}}'
     )

@@ -161,9 +161,8 @@ class RunEvaluator:
                 loaded = self.load(run)
                 model, length = loaded.model, min(loaded.train_length or LONGEST_MAP, LONGEST_MAP)
                 ids = torch.from_numpy(self.corpus(run).middle(length)[None]).to(model.device)
-                maps = position_maps(
-                    model, ids, layer=-1, quantity="bias" if find(run.encoding).overrides("bias") else "scores"
-                )
+                biased = find(model.config.schedule[-1].encoding).overrides("bias")
+                maps = position_maps(model, ids, layer=-1, quantity="bias" if biased else "scores")
                 self.picture(run).parent.mkdir(parents=True, exist_ok=True)
                 save_picture(maps.figure(), self.picture(run), force=True)
         except Exception as error:  # whatever it is, a picture is not worth a measurement

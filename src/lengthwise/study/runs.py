@@ -62,7 +62,7 @@ class StudyRun:
         words = ["train"]
         for field in dataclasses.fields(TrainConfig):
             value = getattr(self.config, field.name)
-            if value == getattr(default, field.name) and field.name != "encoding":
+            if value == getattr(default, field.name):
                 continue
             name = field.name.replace("_", "-")
             if isinstance(value, bool):
@@ -77,6 +77,30 @@ class StudyRun:
         return shlex.join(["lengthwise", *self.arguments()])
 
 
+def run_name(encoding: str, seed: int) -> str:
+    """The name of a run's folder.
+
+    >>> run_name("rope:64,none", 1)
+    'rope64-none-1'
+    """
+    return f"{encoding.replace(':', '').replace(',', '-')}-{seed}"
+
+
+def is_schedule(encoding: str) -> bool:
+    """Whether it is a schedule of layers, in short, and no encoding."""
+    return ":" in encoding or "," in encoding
+
+
+def training_of(config: StudyConfig, encoding: str) -> TrainConfig:
+    """The options of training with one of a study's encodings or schedules."""
+    return dataclasses.replace(
+        config.training,
+        encoding=None if is_schedule(encoding) else encoding,
+        layers=encoding if is_schedule(encoding) else None,
+        encoding_options=config.encoding_options.get(encoding),
+    )
+
+
 def study_runs(config: StudyConfig) -> list[StudyRun]:
     """All runs of a study, seed by seed, so that a study that is stopped early has all encodings."""
     for name, values in (("encodings", config.encodings), ("seeds", config.seeds)):
@@ -85,9 +109,11 @@ def study_runs(config: StudyConfig) -> list[StudyRun]:
         if len(set(values)) != len(values):
             raise ValueError(f"{name} of a study must differ, got {values}")
     for encoding in (*config.encodings, *config.encoding_options, *config.rates):
-        find(encoding)
+        if not is_schedule(encoding):
+            find(encoding)
     for encoding, bounds in config.hypotheses.items():
-        find(encoding)
+        if not is_schedule(encoding):
+            find(encoding)
         if not bounds or bounds.keys() - {"at_most", "above"}:
             raise ValueError(
                 f"a hypothesis must be 'at_most' or 'above' a number, got {sorted(bounds)} for {encoding!r}"
@@ -102,10 +128,8 @@ def study_runs(config: StudyConfig) -> list[StudyRun]:
         for encoding in config.encodings:
             rates: dict[str, Any] = dict(config.rates.get(encoding, {}))
             own = dataclasses.replace(
-                config.training,
-                out=str(Path(config.out) / "runs" / f"{encoding}-{seed}"),
-                encoding=encoding,
-                encoding_options=config.encoding_options.get(encoding),
+                training_of(config, encoding),
+                out=str(Path(config.out) / "runs" / run_name(encoding, seed)),
                 seed=seed,
                 resume=True,
                 evaluate_lengths=[length],

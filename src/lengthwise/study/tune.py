@@ -20,7 +20,7 @@ from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.study.config import StudyConfig
 from lengthwise.study.engine import StudyProgress, parallel_jobs, train_runs
 from lengthwise.study.results import origin
-from lengthwise.study.runs import StudyRun
+from lengthwise.study.runs import StudyRun, run_name, training_of
 from lengthwise.train.config import RECIPES, TrainConfig
 from lengthwise.train.distributed import encoding_parameters
 from lengthwise.train.setup import model_config
@@ -57,9 +57,7 @@ def with_tuned_rates(config: StudyConfig) -> StudyConfig:
 def encoding_tries(config: StudyConfig, encoding: str) -> list[StudyRun]:
     """The four trainings of one encoding."""
     base = dataclasses.replace(
-        config.training,
-        encoding=encoding,
-        encoding_options=config.encoding_options.get(encoding),
+        training_of(config, encoding),
         seed=SEED,
         resume=True,
         tuning=True,
@@ -80,7 +78,7 @@ def encoding_tries(config: StudyConfig, encoding: str) -> list[StudyRun]:
             SEED,
             dataclasses.replace(
                 base,
-                out=str(Path(config.out) / "tuning" / f"{encoding}-{number}"),
+                out=str(Path(config.out) / "tuning" / run_name(encoding, number)),
                 evaluate_lengths=[length],
                 learning_rate=model,
                 final_learning_rate=model / 10,

@@ -91,9 +91,10 @@ class TrainConfig:
     """The options of a training run."""
 
     out: str = option("", "the run's folder")
-    encoding: str = option("cable", "the positional encoding, by name")
+    encoding: str | None = option(None, "the positional encoding, by name; cable")
     encoding_options: dict[str, Any] | None = option(None, 'its options: {"slopes": "interleaved"}')  # noqa: RUF009
     share_encoding: bool = option(False, "one encoding for all layers instead of one each")
+    layers: list[Any] | str | None = option(None, "encodings and windows by layer: rope:512,none")  # noqa: RUF009
     preset: str = option("nano", "the size: nano, tiny, small, medium or large")
     sizes: dict[str, Any] | None = option(None, 'other than the preset: {"n_layer": 2}')  # noqa: RUF009
     data: str = option("stdlib", "stdlib, a file, a folder, wikitext-103, fineweb-edu, or owner/name of the hub")
@@ -136,6 +137,11 @@ class TrainConfig:
     dry_run: bool = option(False, "print what would be trained, and stop")
     version: int = option(FORMAT, "of the config; leave it as it is")
 
+    @property
+    def positions(self) -> str:
+        """The encoding or the schedule of layers, by which rates are tuned; LengthwiseConfig has the same default."""
+        return str(self.layers) if self.layers is not None else self.encoding or "cable"
+
     def resolved(self) -> "ResolvedTrainConfig":
         """The same with every open option filled in from the preset's recipe, and checked."""
         if self.version != FORMAT:
@@ -148,7 +154,7 @@ class TrainConfig:
         given = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
         recipe = dataclasses.asdict(RECIPES[self.preset])
         if self.optimizer in (None, recipe["optimizer"]):
-            recipe |= tuned_rates(self.preset, self.encoding)
+            recipe |= tuned_rates(self.preset, self.positions)
         else:
             # Another optimizer than the recipe's: nothing was tuned for it, so the encoding has no rate of its own.
             recipe["encoding_learning_rate"] = recipe["learning_rate"]
@@ -158,7 +164,8 @@ class TrainConfig:
         if self.warmup is None and self.steps is not None and recipe["warmup"] >= self.steps:
             # A short trial of a long recipe, whose warm-up would never end.
             recipe["warmup"] = self.steps // 10
-        return ResolvedTrainConfig(**(recipe | given))
+        encoding = {} if self.layers is not None else {"encoding": "cable"}
+        return ResolvedTrainConfig(**(recipe | encoding | given))
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,8 @@ class World:
 
 def encoding_parameters(module: nn.Module) -> list[nn.Parameter]:
     """The parameters of all encodings."""
-    return [p for part in module.modules() if isinstance(part, Encoding) for p in part.parameters()]
+    every = (p for part in module.modules() if isinstance(part, Encoding) for p in part.parameters())
+    return list(dict.fromkeys(every))  # parts of a composition are encodings too
 
 
 def split_by_sharding(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -37,6 +37,7 @@ def model_config(config: ResolvedTrainConfig, vocabulary: int, *, end: int | Non
         encoding=config.encoding,
         encoding_options=config.encoding_options,
         share_encoding=config.share_encoding,
+        layers=config.layers,
         bos_token_id=end,
         eos_token_id=end,
         **sizes,
@@ -60,7 +61,7 @@ def dry_run(config: TrainConfig) -> str:
     tokens = resolved.steps * resolved.batch_tokens
     return "\n".join(
         (
-            f"model     {resolved.preset} with {resolved.encoding}: {model.num_parameters():,} parameters, "
+            f"model     {resolved.preset} with {model.config.label}: {model.num_parameters():,} parameters, "
             f"{learned:,} of them the encoding's",
             f"data      {resolved.data}, tokenizer {resolved.tokenizer}",
             f"tokens    {tokens:,} in {resolved.steps:,} steps of {resolved.sequences:,} x {resolved.length:,}",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lengthwise.data import Tokens
 from lengthwise.data.tokens import document_positions
-from lengthwise.encodings import ENCODINGS, Encoding
+from lengthwise.encodings import Encoding
 from lengthwise.inspect import position_maps
 from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.train.checkpoint import whole_weights
@@ -38,7 +38,7 @@ class Validation:
             if len(tokens) < length:
                 fault = f"the held-out split has {len(tokens)} tokens"
             elif limit is not None and length > limit:
-                fault = f"the encoding {config.encoding!r} ends at {limit}"
+                fault = f"the encoding {config.encoding or config.layers!r} ends at {limit}"
             else:
                 continue
             if length in required:
@@ -97,6 +97,6 @@ def save_map_snapshot(
                 model = LengthwiseForCausalLM(model.config)
             for name, parameter in model.named_parameters():
                 parameter.data.copy_(weights[name])
-        quantity: Quantity = "bias" if ENCODINGS[model.config.encoding].overrides("bias") else "scores"
+        quantity: Quantity = "bias" if model.config.overrides("bias", everywhere=True) else "scores"
         maps = position_maps(model, ids.to(world.device), "all", quantity, shown="first", resolution=RESOLUTION)
     maps.save(path)

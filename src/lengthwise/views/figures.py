@@ -80,7 +80,8 @@ def overview(maps: LayerMaps) -> Figure:
     step = (down + GAP, across + GAP)
     sheet = np.full((len(rows) * step[0], maps.heads * step[1], 4), 255, dtype=np.uint8)
     side = 0.56
-    left, top = 0.5, 0.5
+    labels = [maps.layer_label(layer) for layer in maps.layers]
+    left, top = 0.5 + 0.055 * max(map(len, labels)), 0.5
     figure = new_figure(left + maps.heads * side + 0.1, top + len(rows) * side + 0.24)
     axes = axes_at(figure, left, top, maps.heads * side, len(rows) * side)
     for row, images in enumerate(rows):
@@ -97,7 +98,8 @@ def overview(maps: LayerMaps) -> Figure:
     axes.set_xticks([head * step[1] + across / 2 for head in range(maps.heads)])
     axes.set_xticklabels([f"Head {head + 1}" for head in range(maps.heads)], size=SMALL)
     axes.set_yticks([row * step[0] + down / 2 for row in range(len(rows))])
-    axes.set_yticklabels([f"Layer {layer + 1}" for layer in maps.layers], size=SMALL)
+    named = zip(maps.layers, labels, strict=True)
+    axes.set_yticklabels([f"Layer {layer + 1}\n{label}".rstrip() for layer, label in named], size=SMALL)
     axes.tick_params(length=0, labeltop=True, labelbottom=False, pad=2)
     axes.set_frame_on(False)
     write(figure, 0.06, 0.06, heading(maps, maps.maps[0]), LARGE)

@@ -138,6 +138,11 @@ class LayerMaps:
                 return layer_map
         raise ValueError(f"layer must be one of those that were computed, {list(self.layers)}, got {number}")
 
+    def layer_label(self, number: int) -> str:
+        """What a layer has where layers differ, such as "rope:512"; "" where all are alike."""
+        listed = self.encoding.rpartition("; ")[2].split(",")
+        return listed[number % len(listed)] if len(listed) > 1 else ""
+
     def only(self, layer: int | None = None) -> Self:
         """The same with one layer alone, the last if none is named."""
         return replace(self, maps=(self.maps[-1] if layer is None else self.layer(layer),))
@@ -163,7 +168,8 @@ class LayerMaps:
         """What it is, in a line."""
         where = f"{self.part} layer" if self.part else "layer"
         which = f"{where}{'s' * (len(self.maps) > 1)} {_spans(self.layers)}"
-        return f"{self.encoding}: {self.quantity} of {self.model}, {which}"
+        own = self.layer_label(self.layers[0]) if len(self.maps) == 1 else ""
+        return f"{own or self.encoding}: {self.quantity} of {self.model}, {which}"
 
 
 def _spans(numbers: Iterable[int]) -> str:

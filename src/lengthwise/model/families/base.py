@@ -101,7 +101,7 @@ class Family(ABC):
     @property
     @abstractmethod
     def encoding(self) -> str:
-        """The name of the positional encoding; several are joined by "+"."""
+        """The name of the positional encoding; several are joined by "+", those of a schedule's layers by ","."""
 
     @property
     @abstractmethod

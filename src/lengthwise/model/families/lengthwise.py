@@ -18,10 +18,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lengthwise.attention import checked_call
 from lengthwise.bias import Bias
 from lengthwise.encodings import Encoding
-from lengthwise.model.attention import CAPTURE, Output, eager_attention, run_attention
+from lengthwise.model.attention import CAPTURE, Output, attend_options, eager_attention, run_attention
 from lengthwise.model.families.base import AttentionRecord, Family, OnRecord, Rotary, Selected
 from lengthwise.model.modeling import LengthwiseAttention, LengthwisePreTrainedModel
-from lengthwise.rescore import Rescore
 from lengthwise.token_layout import TokenLayout, layout
 
 
@@ -37,8 +36,8 @@ class LengthwiseFamily(Family):
 
     @property
     def encoding(self) -> str:
-        """As its config says."""
-        return self.model.config.encoding
+        """As its config says; a schedule in short."""
+        return self.model.config.label
 
     @property
     def depths(self) -> Mapping[str, int]:
@@ -58,16 +57,15 @@ class LengthwiseFamily(Family):
 
     def encoding_of(self, layer: LengthwiseAttention) -> Encoding:
         """The encoding of a layer: its own, or the one that all share."""
-        body = self.model.base_model
-        shared = body.wpe if self.model.config.embeds else getattr(body, "encoding", None)
-        encoding = getattr(layer, "encoding", shared)
+        encoding = getattr(layer, "encoding", None) or getattr(self.model.base_model, "encoding", None)
         assert isinstance(encoding, Encoding)
         return encoding
 
     def position_bias(self, layer: int, length: int) -> Bias | None:
         """What a context-free encoding adds; nothing else in a layer may change it."""
         encoding = self.encoding_of(self.layers[layer])
-        changed = any(encoding.overrides(hook) for hook in ("rescore", "logit_scale"))
+        spec = self.model.config.schedule[layer]
+        changed = spec.window is not None or any(encoding.overrides(hook) for hook in ("rescore", "logit_scale"))
         if not encoding.context_free or changed:
             return None
         x = torch.zeros(1, length, self.model.config.n_embd, dtype=self.model.dtype, device=self.model.device)
@@ -111,19 +109,15 @@ class _Calls:
         v: Tensor,
         out: Tensor,
         own_layout: TokenLayout,
-        *,
-        bias: Bias | None,
-        rescore: Rescore | None,
-        logit_scale: Tensor | None,
-        sink: Tensor | None,
+        options: Any,
     ) -> None:
         """Record one call, if its layer is selected."""
         if not self.selected(layer.layer_idx, ""):
             return
         encoding = self.family.encoding_of(layer)
-        call = checked_call(q, k, v, layout=own_layout, bias=bias, rescore=rescore, logit_scale=logit_scale, sink=sink)
+        call = checked_call(q, k, v, layout=own_layout, **options)
         rotary = None
-        if encoding.overrides("rotate") and not encoding.overrides("state"):
+        if encoding.overrides("rotate") and not encoding.turns_by_state:
             rotary = _rotary(layer, encoding, self.tokens[layer.layer_idx], own_layout)
         record = AttentionRecord(
             layer=layer.layer_idx,
@@ -134,9 +128,10 @@ class _Calls:
             scale=call.scale,
             mask=call.visibility.mask,
             causal=True,
-            bias=bias,
+            bias=call.bias,
             context_free=encoding.context_free,
-            rescore=rescore,
+            rescore=call.rescore,
+            softcap=call.softcap,
             logit_scale=call.logit_scale,
             sink=call.sink,
             rotary=rotary,
@@ -155,30 +150,25 @@ def _capture(
     attention_mask: Tensor | None,
     *,
     layout: TokenLayout,
-    bias: Bias | None = None,
-    rescore: Rescore | None = None,
-    logit_scale: Tensor | None = None,
-    sink: Tensor | None = None,
     **kwargs: Any,
 ) -> Output:
     """The attention that the model runs under, and a report of it."""
     calls = _calls.get()
     assert calls is not None, "the function is in place while a capture is open"
-    parts: dict[str, Any] = {"bias": bias, "rescore": rescore, "logit_scale": logit_scale, "sink": sink}
     own = calls.implementation
     attention = ALL_ATTENTION_FUNCTIONS.get_interface(own, eager_attention)
-    out, weights = run_attention(attention, own, module, query, key, value, layout=layout, **parts, **kwargs)
-    calls.report(module, query, key, value, out, layout, **parts)
+    out, weights = run_attention(attention, own, module, query, key, value, layout=layout, **kwargs)
+    calls.report(module, query, key, value, out, layout, attend_options(kwargs))
     return out, weights
 
 
 def _rotary(layer: LengthwiseAttention, encoding: Encoding, x: Tensor, own_layout: TokenLayout) -> Rotary:
     def unrotated() -> tuple[Tensor, Tensor]:
-        q, k, _ = layer.c_attn(x).unflatten(-1, (3, layer.config.n_head, -1)).permute(2, 0, 3, 1, 4)
+        q, k, _ = layer.project(x)
         return q, k
 
     counted = layout(x)
-    return Rotary(unrotated, lambda q, k: encoding.rotate(q, k, counted), own_layout.query_mask)
+    return Rotary(unrotated, lambda q, k: layer.turn(encoding, q, k, counted), own_layout.query_mask)
 
 
 AttentionInterface.register(CAPTURE, _capture)

@@ -43,7 +43,8 @@ MANTISSA = {4: 23, 8: 52}
 def view_payload(maps: LayerMaps, detail: Detail | None = None) -> list[dict[str, Any]]:
     """All layers of one view."""
     return [
-        _layer(layer_map, {head: x for (layer, head), x in (detail or {}).items() if layer == layer_map.layer})
+        {"label": maps.layer_label(layer_map.layer)}
+        | _layer(layer_map, {head: x for (layer, head), x in (detail or {}).items() if layer == layer_map.layer})
         for layer_map in maps.maps
     ]
 

@@ -27,7 +27,8 @@ const whole = (layer) => ({ i: 0, j: 0, rows: layer.queries, columns: layer.keys
 function drawMaps() {
   const profile = state.what === "profile";
   find("enlarged").classList.toggle("profile", profile);
-  find("head-title").textContent = `Layer ${state.layer + 1}, head ${state.head + 1}`;
+  const labels = [...new Set(state.sides.map((side) => currentLayer(side)?.label).filter(Boolean))].join(" and ");
+  find("head-title").textContent = `Layer ${state.layer + 1}${labels && ` (${labels})`}, head ${state.head + 1}`;
   for (const view of mapViews) {
     const layer = currentLayer(view.side);
     view.caption.textContent = mapViews.length > 1 ? nameOf(view.side) : "";

@@ -21,7 +21,7 @@ function drawOverview() {
     for (const one of ordered(side)) {
       if (byLayer && one.layer !== row) {
         row = one.layer;
-        grid.append(make("span", { className: "label row" }, String(row.layer + 1)));
+        grid.append(make("span", { className: "label row" }, `${row.layer + 1} ${row.label}`.trim()));
       }
       const button = headButton(side, one);
       if (alone) button.append(make("span", { className: "label" }, `Head ${one.head + 1}`));
@@ -46,7 +46,7 @@ function headButton(side, { layer, head, measure }) {
   } else {
     spark(canvas, layer.profile.mean(head), scale);
   }
-  const name = `Layer ${layer.layer + 1}, head ${head + 1}`;
+  const name = `Layer ${layer.layer + 1}${layer.label && ` (${layer.label})`}, head ${head + 1}`;
   const sorted = measure === undefined ? "" : `, ${state.order} ${formatNumber(measure, 3)}`;
   const named = { ariaLabel: name + sorted, title: name + sorted };
   const button = make("button", { type: "button", className: "head", tabIndex: -1, ...named }, canvas);

@@ -1,0 +1,62 @@
+"""Stick-breaking attention (Tan et al. 2024, section 2): every query breaks a stick, from its nearest key backwards.
+
+    weight[i, j] = sigmoid(z[i, j]) * product of (1 - sigmoid(z[i, l])) over j < l < i             z = content + bias
+
+Recency comes from the order alone, and what is left of the stick goes nowhere. A query does not see itself, unless
+`attend_current`. It is a softmax with a sink: log weight as the score, and log of the rest r[i] as the sink. The sink
+must not depend on the row, so both are raised by -log r[i], where the sink is 0; where r is below the rounding of 1 its
+exact size cannot matter, and the raise stops. Causal only; sums are float64, rows are rescored whole.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from lengthwise.bias import at_least_float32, has_float64, registered
+from lengthwise.encodings.base import AttentionShape, Encoding, State, Tokens
+from lengthwise.errors import check_flag
+from lengthwise.rescore import ScoreFunction
+from lengthwise.token_layout import TokenLayout
+
+HIDDEN = -1e9
+"""The score of what is not seen: finite, and 0 after any softmax with a sink of 0."""
+
+
+class StickBreaking(Encoding):
+    """Keys take their share of what nearer keys have left."""
+
+    paper = "Tan et al. 2024, arXiv 2410.17980"
+    two_sided = False
+
+    def __init__(self, geometry: AttentionShape, *, attend_current: bool = False) -> None:
+        super().__init__(geometry)
+        check_flag("attend_current", attend_current)
+        self.attend_current = attend_current
+
+    def rescore(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> ScoreFunction:
+        """The logarithm of each weight, raised by that of the rest."""
+        nearest = layout.query_slots() + (1 if self.attend_current else 0)
+        return ScoreFunction(stick_breaking, (nearest,))
+
+    def sink(self, x: Tokens) -> Float[Tensor, " head"]:
+        """0: what the rest of the stick is raised to."""
+        return at_least_float32(x.new_zeros(self.geometry.heads))
+
+
+@registered
+def stick_breaking(
+    content: Tensor, bias: Tensor, q: Tensor, k: Tensor, mask: Tensor, rows: slice, nearest: Tensor
+) -> Tensor:
+    """log sigmoid(z) + sum of log(1 - sigmoid(z)) over nearer keys - log of the rest, for keys before `nearest`."""
+    before = torch.arange(content.shape[-1], device=content.device) < nearest[rows, None]
+    seen = mask & before
+    z = content + bias
+    z = z.double() if has_float64(z.device) else z
+    left = (-F.softplus(z)).where(seen, 0)
+    nearer = left.flip(-1).cumsum(-1).flip(-1) - left
+    rest = left.sum(-1, keepdim=True)
+    raised = (-rest).clamp(max=-math.log(torch.finfo(content.dtype).eps))
+    return (F.logsigmoid(z) + nearer + raised).to(content.dtype).where(seen, HIDDEN)
