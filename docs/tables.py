@@ -4,10 +4,12 @@ import json
 import re
 from pathlib import Path
 
-from lengthwise.encodings.table import table
+from lengthwise.encodings import ENCODINGS
+from lengthwise.encodings.catalogue import grouped, overview, page
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+CATALOGUE = ROOT / "docs/encodings.md"
 MEASURED = ROOT / "benchmarks/results/attention-full.jsonl"
 LENGTHS = (1024, 4096, 16384)
 WORDS = {"plain": "*no bias*", "fire-512": "fire", "fire": "fire (L beyond the length)"}
@@ -124,12 +126,20 @@ def study(results: dict) -> str:
     return "\n".join(lines)
 
 
+def catalogue() -> str:
+    """docs/encodings.md: every encoding in a few words, and its page."""
+    pages = "\n\n".join(f"## {name}\n\n```\n{page(name)}\n```" for name in ENCODINGS)
+    head = "# The encodings\n\nWritten by `make table`; `lengthwise encodings NAME` prints one page."
+    return f"{head}\n\n{grouped()}\n\n{pages}\n"
+
+
 def _one(rows: list[dict], wanted: dict) -> dict | None:
     return next((row for row in rows if all(row[key] == value for key, value in wanted.items())), None)
 
 
 if __name__ == "__main__":
-    text = filled(README.read_text(), "encodings", table())
+    text = filled(README.read_text(), "encodings", overview())
+    CATALOGUE.write_text(catalogue())
     if MEASURED.exists():
         text = filled(text, "measured", measured(rows_of()))
     files = {what: ROOT / f"benchmarks/results/model-{what}.jsonl" for what in MODEL}

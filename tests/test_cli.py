@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,11 +20,26 @@ from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 
 
 def test_encodings_prints_a_row_for_every_encoding(capsys):
-    main(["encodings"])
+    main(["encodings", "--all"])
     rows = capsys.readouterr().out.splitlines()[2:]
     cells = {row.split("|")[1].strip(): [cell.strip() for cell in row.split("|")[2:-1]] for row in rows}
     assert list(cells) == list(lw.ENCODINGS)
     assert cells["fire"][:3] == ["bias", "DistanceBias", "462"]
+    main(["encodings"])
+    names = re.findall(r"^\| ([a-z0-9-]+) +\|", capsys.readouterr().out, re.MULTILINE)
+    assert sorted(name for name in names if name != "name") == sorted(lw.ENCODINGS)
+
+
+@pytest.mark.parametrize("name", ["alibi", "kerple+dapev2", "rope"])
+def test_one_encoding_has_a_page_with_its_formula_options_and_cost(name, capsys):
+    main(["encodings", name])
+    page = capsys.readouterr().out
+    assert page.startswith(f"{name}: ")
+    for line in ("options  ", "hooks  ", "cost  ", "paper  ", "two-sided  "):
+        assert line.strip() in page
+    with pytest.raises(SystemExit):
+        main(["encodings", "no-such"])
+    assert "no-such" in capsys.readouterr().err
 
 
 def test_info_tells_for_every_backend_what_works_and_why_the_rest_does_not(capsys):
@@ -194,6 +210,7 @@ def test_a_list_is_words_or_json(words):
 )
 def test_help_loads_neither_torch_nor_transformers_nor_matplotlib(arguments):
     code = f"""
+import re
 import sys
 from lengthwise.cli import main
 try:

@@ -86,11 +86,21 @@ def user_errors(name: str, function: Callable[P, T]) -> Callable[P, T]:
     return guarded
 
 
-def encodings() -> str:
-    """The table of encodings."""
-    from lengthwise.encodings.table import table
+def encodings_parser() -> OptionParser:
+    """The options of `lengthwise encodings`."""
+    parser = OptionParser(description="All encodings in a few words each, or everything about one of them.")
+    parser.add_argument("name", nargs="?", metavar="NAME", type=str, help="an encoding: its formula, options and cost")
+    parser.add_argument("--all", action="store_true", help="one table with every column")
+    return parser
 
-    return table()
+
+def encodings(name: str | None, all: bool) -> str:
+    """The catalogue of encodings, or the page of one."""
+    from lengthwise.encodings.catalogue import grouped, page, table
+
+    if name is not None:
+        return page(name)
+    return table() if all else grouped()
 
 
 def info() -> str:
@@ -288,7 +298,7 @@ def study(plan: bool, **options: Any) -> str:
 
 
 COMMANDS = {
-    "encodings": Command("the table of encodings", OptionParser, encodings),
+    "encodings": Command("the catalogue of encodings, or the page of one", encodings_parser, encodings),
     "info": Command("which attention backends work here, and why others do not", OptionParser, info),
     "export": Command("a checkpoint as a folder that loads without Lengthwise", export_parser, export),
     "show": Command("a picture or a page of the positional part of every head", show_parser, show),

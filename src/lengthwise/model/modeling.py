@@ -302,7 +302,7 @@ class LengthwisePreTrainedModel(PreTrainedModel):
         matrices: dict[nn.Parameter, list[int] | None] = {}
         for block in (module for module in self.modules() if isinstance(module, LengthwiseBlock)):
             own = {p for part in block.modules() if isinstance(part, Encoding) for p in part.parameters()}
-            widths = [heads * block.attn.config.head_dim for heads in block.attn.heads]
+            widths = [heads * (block.attn.config.head_dim or 0) for heads in block.attn.heads]
             for parameter in block.parameters():
                 if parameter.ndim == 2 and parameter not in own:
                     matrices[parameter] = widths if parameter is block.attn.c_attn.weight else None

@@ -1,0 +1,157 @@
+"""The catalogue of encodings: what each says of itself, in the shape of GPT-2 Small.
+
+Everything is read from the classes and their files: a new encoding appears in it by being registered.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import get_type_hints
+
+from lengthwise.bias import DenseBias, FunctionBias
+from lengthwise.encodings.base import HOOKS, AttentionShape, Encoding
+from lengthwise.encodings.composition import Composition
+from lengthwise.encodings.registry import ENCODINGS, find
+from lengthwise.rescore import ScoreFunction
+
+GPT2_SMALL = AttentionShape(heads=12, width=768, head_dim=64, train_length=1024)
+HEADINGS = ("name", "acts by", "kind of bias", "learned per layer", "two-sided", "limit", "paper")
+SHORT = ("name", "what it does", "learned per layer", "paper")
+
+GROUPS: dict[str, Callable[[type[Encoding]], bool]] = {
+    "Added to the scores, by distance alone": lambda cls: cls.hook() == "bias" and cls.context_free,
+    "Added to the scores, from the tokens": lambda cls: cls.overrides("bias") and not cls.overrides("rescore"),
+    "Turning queries and keys": lambda cls: cls.hook() == "rotate",
+    "Replacing the scores": lambda cls: cls.hook() == "rescore",
+    "Scaling the scores, or taking weight from them": lambda cls: cls.hook() in ("logit_scale", "sink"),
+    "Added to the tokens": lambda cls: cls.hook() == "embed",
+    "Nothing": lambda cls: cls.hook() is None,
+}
+"""An encoding is in the first group whose rule it meets."""
+
+SPECIAL_CASES = {
+    "alibi": ("kerple-power", "with the power 1 and fixed slopes"),
+    "cable-nw": ("cable", "with the factor 1 for every query"),
+    "dape": ("dapev2", "with a network that sees one key at a time"),
+    "axial-rope": ("mixed-rope", "with each pair turned along one axis"),
+    "hope": ("rope", "with its slow pairs left as they are"),
+    "logn": ("ssmax", "with one fixed factor for all heads"),
+    "rope": ("grape-m", "with the planes and frequencies fixed"),
+}
+"""What an encoding is a special case of, and which."""
+
+
+def describe(name: str, cls: type[Encoding]) -> tuple[str, ...]:
+    """One row of the whole table."""
+    encoding = cls(GPT2_SMALL)
+    return (
+        name,
+        cls.hook() or "nothing",
+        encoding.kind.__name__ if encoding.kind else "none",
+        f"{encoding.learned_parameters:,}",
+        "yes" if cls.two_sided else "no",
+        f"{encoding.limit:,}" if encoding.limit else "none",
+        cls.paper,
+    )
+
+
+def table() -> str:
+    """All encodings as one Markdown table."""
+    return _aligned([HEADINGS, *(describe(name, cls) for name, cls in ENCODINGS.items())])
+
+
+def group_of(cls: type[Encoding]) -> str:
+    """The heading under which an encoding stands."""
+    return next(group for group, belongs in GROUPS.items() if belongs(cls))
+
+
+def grouped() -> str:
+    """All encodings in a few words each, a table a group."""
+    blocks = []
+    for group in GROUPS:
+        rows = [_short(name, cls) for name, cls in ENCODINGS.items() if group_of(cls) == group]
+        if rows:
+            blocks.append(f"**{group}**\n\n" + _aligned([SHORT, *rows]))
+    return "\n\n".join(blocks)
+
+
+def overview() -> str:
+    """The names of all encodings, a row a group."""
+    rows = [("what it does", "encodings")]
+    for group in GROUPS:
+        names = [name for name, cls in ENCODINGS.items() if group_of(cls) == group]
+        rows += [(group, ", ".join(f"`{name}`" for name in names))] if names else []
+    return "\n".join(["| " + " | ".join(row) + " |" for row in (rows[0], ("---", "---"), *rows[1:])])
+
+
+def page(name: str) -> str:
+    """Everything about one encoding: its formula, options, hooks, cost, and where it comes from."""
+    cls = find(name)
+    encoding = cls(GPT2_SMALL)
+    facts = [
+        ("group", group_of(cls)),
+        ("hooks", ", ".join(hook for hook in ("state", *HOOKS) if cls.overrides(hook)) or "none"),
+        ("bias", encoding.kind.__name__ if encoding.kind else "none"),
+        ("cost", _cost(encoding)),
+        ("learned", f"{encoding.learned_parameters:,} numbers a layer in the shape of GPT-2 Small"),
+        ("two-sided", "yes" if cls.two_sided else "no, causal attention only"),
+        ("window", "any" if cls.windowed else "none: it is not defined where a query sees the nearest keys only"),
+        ("limit", f"{encoding.limit:,} tokens, the training length" if encoding.limit else "none"),
+        ("paper", cls.paper),
+    ]
+    if name in SPECIAL_CASES:
+        facts.append(("a case of", " ".join(SPECIAL_CASES[name])))
+    generals = [f"{special}, {words}" for special, (general, words) in SPECIAL_CASES.items() if general == name]
+    if generals:
+        facts.append(("has as a case", "; ".join(generals)))
+    width = max(len(label) for label, _ in facts)
+    return "\n".join(
+        [
+            f"{name}: {_first_sentence(cls)}",
+            "",
+            inspect.cleandoc(sys.modules[cls.__module__].__doc__ or ""),
+            "",
+            *(f"{label.ljust(width)}  {text}" for label, text in facts),
+            f"{'options'.ljust(width)}  {_options(cls) or 'none'}",
+        ]
+    )
+
+
+def _options(cls: type[Encoding]) -> str:
+    """Each with its default; those of a composition by part."""
+    if issubclass(cls, Composition):
+        return "; ".join(f"{name}: {_options(find(name)) or 'none'}" for name in cls.options())
+    signature = inspect.signature(cls.__init__).parameters
+    return ", ".join(f"{option} = {signature[option].default!r}" for option in cls.options())
+
+
+def _cost(encoding: Encoding) -> str:
+    """Which road attention takes with it."""
+    if encoding.overrides("rescore"):
+        described = get_type_hints(type(encoding).rescore)["return"] is not ScoreFunction
+        return "scores rescored " + ("in the CPU kernel, tile by tile" if described else "block of rows by block")
+    if encoding.kind in (FunctionBias, DenseBias):
+        return "a function of the pair, tile by tile; linear memory"
+    if encoding.kind is not None:
+        return "described: in the CPU kernel, linear memory"
+    return "attention without a bias"
+
+
+def _short(name: str, cls: type[Encoding]) -> tuple[str, ...]:
+    return name, _first_sentence(cls), f"{cls(GPT2_SMALL).learned_parameters:,}", cls.paper
+
+
+def _first_sentence(cls: type[Encoding]) -> str:
+    if issubclass(cls, Composition):
+        return " ".join(_first_sentence(member) for member in cls.members)
+    return inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].replace("\n", " ").split(". ")[0].rstrip(".") + "."
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> str:
+    """A Markdown table, aligned so that it also reads well on a terminal."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
