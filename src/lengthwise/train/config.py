@@ -104,6 +104,8 @@ class TrainConfig:
         False, "train without a twentieth of the training text, and measure the loss on that: to choose options"
     )
     separate_documents: bool = option(False, "attention does not reach from one document into another")
+    positions: str | None = option(None, "positions drawn anew for each sequence: random:8192, or pose:8")
+    start_from: str | None = option(None, "a run or checkpoint whose weights to start from, except its encodings'")
     length: int | None = option(None, "the training length: tokens in a sequence")
     batch_tokens: int | None = option(None, "tokens in a step, over all processes")
     micro_batch: int | None = option(None, "sequences that a process works on at a time")
@@ -138,7 +140,7 @@ class TrainConfig:
     version: int = option(FORMAT, "of the config; leave it as it is")
 
     @property
-    def positions(self) -> str:
+    def tuned_by(self) -> str:
         """The encoding or the schedule of layers, by which rates are tuned; LengthwiseConfig has the same default."""
         return str(self.layers) if self.layers is not None else self.encoding or "cable"
 
@@ -154,7 +156,7 @@ class TrainConfig:
         given = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
         recipe = dataclasses.asdict(RECIPES[self.preset])
         if self.optimizer in (None, recipe["optimizer"]):
-            recipe |= tuned_rates(self.preset, self.positions)
+            recipe |= tuned_rates(self.preset, self.tuned_by)
         else:
             # Another optimizer than the recipe's: nothing was tuned for it, so the encoding has no rate of its own.
             recipe["encoding_learning_rate"] = recipe["learning_rate"]
@@ -182,6 +184,11 @@ class ResolvedTrainConfig(Recipe, TrainConfig):
             check_int(name, getattr(self, name), least=0)
         for name in ("learning_rate", "final_learning_rate", "encoding_learning_rate", "clip"):
             check_number(name, getattr(self, name))
+        if self.positions is not None and self.separate_documents:
+            raise ValueError(
+                "positions that restart mark documents, so drawn ones cannot go with them, got --positions and "
+                "--separate-documents; leave one of them out"
+            )
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
         if self.tuning and self.held_out is not None:
             raise ValueError("tuning measures the loss on a part of --data, got --held-out too; leave one of them out")

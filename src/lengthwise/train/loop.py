@@ -34,7 +34,8 @@ from lengthwise.train.config import ResolvedTrainConfig, TrainConfig
 from lengthwise.train.distributed import World, clip_gradients, join_processes
 from lengthwise.train.logging import ProgressLog, TensorBoardLog
 from lengthwise.train.optimizers import Optimizers
-from lengthwise.train.setup import matmul_dtype, model_config, read_data
+from lengthwise.train.positions import PositionRule
+from lengthwise.train.setup import check_positions, matmul_dtype, model_config, read_data, start_weights
 from lengthwise.train.signals import SignalHandler, Stopped
 from lengthwise.train.validation import Validation, save_map_snapshot
 
@@ -70,6 +71,9 @@ def run(config: ResolvedTrainConfig, world: World) -> None:
     tokenizer, tokens, held_out_tokens = read_data(config)
     seed_everything(config.seed)
     model = LengthwiseForCausalLM(model_config(config, len(tokenizer), end=tokenizer.eos_token_id))
+    check_positions(config, model)
+    if config.start_from is not None:
+        start_weights(model, config.start_from, tokenizer)
     batches = Batches(tokens, length=config.length, seed=config.seed)
     validation = Validation(config, held_out_tokens, model)
     with ExitStack() as stack:
@@ -177,6 +181,9 @@ def micro_batches(
         stop = min(start + config.micro_batch, own.stop)
         ids = batches.read(first + start, stop - start)
         positions = document_positions(ids, batches.tokens.end) if config.separate_documents else None
+        if config.positions is not None:
+            rule = PositionRule.parse(config.positions, config.length)
+            positions = rule.draw(first + start, stop - start, config.length, seed=config.seed)
         yield ids.to(world.device), None if positions is None else positions.to(world.device), stop == own.stop
 
 

@@ -9,9 +9,13 @@ from transformers import PreTrainedTokenizerFast
 
 from lengthwise.data import Split, Tokens, load_tokenizer, prepare
 from lengthwise.data.sources import resolve
+from lengthwise.data.tokenizers import tokenizer_hash
+from lengthwise.encodings import Encoding
+from lengthwise.loading import load_model
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 from lengthwise.train.config import ResolvedTrainConfig, TrainConfig
 from lengthwise.train.distributed import encoding_parameters
+from lengthwise.train.positions import PositionRule
 
 GPT2_VOCABULARY = 50_257
 
@@ -51,12 +55,42 @@ def matmul_dtype(config: ResolvedTrainConfig, device: torch.device) -> torch.dty
     return torch.bfloat16 if config.precision == "bfloat16" else torch.float32
 
 
+def check_positions(config: ResolvedTrainConfig, model: LengthwiseForCausalLM) -> None:
+    """An error for drawn positions that are malformed, or beyond what an encoding has."""
+    if config.positions is None:
+        return
+    needed = PositionRule.parse(config.positions, config.length).limit
+    limit = min((e.limit for e in model.modules() if isinstance(e, Encoding) and e.limit), default=needed)
+    if limit < needed:
+        raise ValueError(
+            f"--positions {config.positions} needs {needed:,} positions, but the encoding {config.tuned_by!r} has "
+            f"{limit:,}; use another encoding, or fewer positions"
+        )
+
+
+def start_weights(model: LengthwiseForCausalLM, source: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Give a new model the weights of another one's parts, all but its encodings, which may be others."""
+    other = load_model(source)
+    if other.tokenizer is None or tokenizer_hash(other.tokenizer) != tokenizer_hash(tokenizer):
+        raise ValueError(f"--start-from must have the run's own tokenizer, got {source} with another; see --tokenizer")
+    own = {id(p) for p in encoding_parameters(model)}
+    given = dict(other.model.named_parameters())
+    for name, parameter in model.named_parameters():
+        if id(parameter) in own:
+            continue
+        if name not in given or given[name].shape != parameter.shape:
+            got = tuple(given[name].shape) if name in given else "none"
+            raise ValueError(f"--start-from must have {name} of {tuple(parameter.shape)}, got {got} in {source}")
+        parameter.data.copy_(given[name].data)
+
+
 def dry_run(config: TrainConfig) -> str:
     """A few lines on what would be trained; every error that a config alone can have is raised."""
     resolved = config.resolved()
     resolve(resolved.data)
     with torch.device("meta"):
         model = LengthwiseForCausalLM(model_config(resolved, vocabulary_size(resolved.tokenizer)))
+    check_positions(resolved, model)
     learned = sum(parameter.numel() for parameter in encoding_parameters(model))
     tokens = resolved.steps * resolved.batch_tokens
     return "\n".join(
