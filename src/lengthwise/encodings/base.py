@@ -70,7 +70,8 @@ class Encoding(nn.Module):
     windowed: ClassVar[bool] = True
     """Whether it is defined where a query sees the nearest keys only."""
     turns_last: ClassVar[bool] = False
-    """Whether nothing may turn or norm queries and keys after it: it widens them, or factors would no longer cancel."""
+    """Whether nothing may turn or norm queries and keys after it: only their products have a meaning, or it widens
+    them."""
     rescores_qk: ClassVar[bool] = False
     """Whether its rescore reads queries and keys themselves, not only the products of both."""
     uses_qk: ClassVar[bool] = False

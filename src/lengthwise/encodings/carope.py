@@ -36,6 +36,7 @@ class Carope(Encoding):
     """Tokens choose how fast the pairs of each head turn."""
 
     paper = "Veisi et al. 2025, arXiv 2507.23083"
+    turns_last = True
 
     def __init__(self, geometry: AttentionShape, *, base: float = 10000.0) -> None:
         super().__init__(geometry)

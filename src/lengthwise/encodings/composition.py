@@ -182,13 +182,11 @@ def compose(names: tuple[str, ...], members: tuple[type[Encoding], ...]) -> type
     last = [own for own, member in turning if member.turns_last]
     if last and last != [turning[-1][0]]:
         raise ValueError(f"{last[0]!r} must be the last part that turns queries and keys, got {name!r}")
-    # Of these only the products of queries and keys have a meaning: both may be turned by any angle, or grow together.
-    relative = [own for own, member in turning if member.turns_last or member.overrides("state")]
-    reading = [own for own, member in parts if member.rescores_qk or member.turns_last]
-    if relative and reading and set(relative) != set(reading):
+    reading = [own for own, member in parts if member.rescores_qk]
+    if last and reading:
         raise ValueError(
-            f"{reading[0]!r} must have queries and keys that are not turned relative to one another, as by "
-            f"{relative[0]!r}, got {name!r}"
+            f"{reading[0]!r} reads queries and keys themselves, and after {last[0]!r} only their products have a "
+            f"meaning, got {name!r}"
         )
     facts = {
         "names": names,

@@ -88,6 +88,7 @@ class GrapeMContext(GrapeM):
     """GRAPE-M whose tokens choose how far they move all pairs."""
 
     paper = PAPER
+    turns_last = True
     temperature = 16.0
     """What the gate's input is divided by, as in the code."""
 

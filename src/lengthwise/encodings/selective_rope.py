@@ -36,6 +36,7 @@ class SelectiveRope(Encoding):
     """Angles that tokens choose, pair by pair."""
 
     paper = "Movahedi et al. 2025, arXiv 2511.17388"
+    turns_last = True
     two_sided = False
     windowed = False
     tables = ("taps",)
