@@ -5,7 +5,8 @@
 Recency comes from the order alone, and what is left of the stick goes nowhere. A query does not see itself, unless
 `attend_current`. It is a softmax with a sink: log weight as the score, and log of the rest r[i] as the sink. The sink
 must not depend on the row, so both are raised by -log r[i], where the sink is 0; where r is below the rounding of 1 its
-exact size cannot matter, and the raise stops. Causal only; sums are float64, rows are rescored whole.
+exact size cannot matter, and the raise stops. Causal only. Sums are float64, and rows are rescored whole, in plain
+matrices block by block: tens of times as slow as a fused kernel.
 """
 
 import math
@@ -50,13 +51,16 @@ class StickBreaking(Encoding):
 def stick_breaking(
     content: Tensor, bias: Tensor, q: Tensor, k: Tensor, mask: Tensor, rows: slice, nearest: Tensor
 ) -> Tensor:
-    """log sigmoid(z) + sum of log(1 - sigmoid(z)) over nearer keys - log of the rest, for keys before `nearest`."""
+    """log sigmoid(z) + sum of log(1 - sigmoid(z)) over nearer keys - log of the rest, for keys before `nearest`.
+
+    As log sigmoid(z) = z + log(1 - sigmoid(z)), that is z and a sum that begins at the key itself.
+    """
     before = torch.arange(content.shape[-1], device=content.device) < nearest[rows, None]
     seen = mask & before
     z = content + bias
-    z = z.double() if has_float64(z.device) else z
-    left = (-F.softplus(z)).where(seen, 0)
-    nearer = left.flip(-1).cumsum(-1).flip(-1) - left
-    rest = left.sum(-1, keepdim=True)
-    raised = (-rest).clamp(max=-math.log(torch.finfo(content.dtype).eps))
-    return (F.logsigmoid(z) + nearer + raised).to(content.dtype).where(seen, HIDDEN)
+    smallest = -math.log(torch.finfo(z.dtype).eps)
+    left = (-F.softplus(z, threshold=smallest)).where(seen, 0)
+    wide = torch.float64 if has_float64(z.device) else z.dtype
+    down_to = left.flip(-1).cumsum(-1, dtype=wide).flip(-1)
+    raised = (-left.sum(-1, keepdim=True, dtype=wide)).clamp(max=smallest)
+    return (z + down_to + raised).to(z.dtype).where(seen, HIDDEN)
