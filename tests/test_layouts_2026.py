@@ -44,6 +44,10 @@ class Layout:
     bias: bool = False
     weights: dict[str, str] = field(default_factory=dict)
     """Parameters of the encoding, by the name that they have there."""
+    norm: float = 1.0
+    """What is added to the weight of a norm: Gemma multiplies by 1 + weight."""
+    zeroed: str = ""
+    """Parameters that are 0 in this test, by a part of their names: what attention does beside the layout."""
 
 
 def rope(window: Any = None, *more: str, **options: Any) -> dict[str, Any]:
@@ -124,6 +128,35 @@ LAYOUTS = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
         },
     ),
+    "inkling": Layout(
+        "InklingText",
+        [
+            *([{"encoding": "inkling", "encoding_options": {"profiles": 5, "extent": WINDOW}, "window": WINDOW}] * 3),
+            {
+                "encoding": "inkling+log-floor",
+                "encoding_options": {
+                    "inkling": {"profiles": 5, "extent": 24},
+                    "log-floor": {"floor": 16, "strength": 0.1},
+                },
+            },
+        ],
+        {
+            "sliding_window_size": WINDOW,
+            "layer_types": ["hybrid_sliding"] * 3 + ["hybrid"],
+            "mlp_layer_types": ["dense"] * 4,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 2,
+            "swa_head_dim": 16,
+            "d_rel": 5,
+            "rel_extent": 24,
+            "log_scaling_n_floor": 16,
+            "log_scaling_alpha": 0.1,
+        },
+        {"qk_norm": "rms", "scale": 1 / 16, "layer_norm_epsilon": 1e-6},
+        weights={"r_proj.weight": "to_rows.weight", "rel_logits_proj.proj": "profiles"},
+        norm=0.0,
+        zeroed="sconv",
+    ),
     "smollm 3": Layout(
         "SmolLM3",
         [*([rope(base=2e6)] * 3), {"encoding": "none"}],
@@ -139,7 +172,7 @@ def attention_of(model: Any) -> list[nn.Module]:
     return [layer.self_attn for layer in model.model.layers]
 
 
-def copy_attention(theirs: Any, ours: Any, weights: dict[str, str]) -> None:
+def copy_attention(theirs: Any, ours: Any, layout: Layout) -> None:
     projections = [theirs.q_proj, theirs.k_proj, theirs.v_proj]
     ours.c_attn.weight.copy_(torch.cat([part.weight for part in projections]).T)
     ours.c_proj.weight.copy_(theirs.o_proj.weight.T)
@@ -147,11 +180,12 @@ def copy_attention(theirs: Any, ours: Any, weights: dict[str, str]) -> None:
         ours.c_attn.bias.copy_(torch.cat([part.bias for part in projections]))
         ours.c_proj.bias.copy_(theirs.o_proj.bias)
     if hasattr(theirs, "q_norm"):
-        for norm in ("q_norm", "k_norm"):  # Gemma multiplies by 1 + weight
-            getattr(ours, norm).weight.copy_(getattr(theirs, norm).weight + 1)
-    for name, own in weights.items():
-        parameters = dict(ours.encoding.named_parameters())
-        parameters.get(own, parameters.get(own.rpartition(".")[2])).copy_(getattr(theirs, name))
+        for norm in ("q_norm", "k_norm"):
+            getattr(ours, norm).weight.copy_(getattr(theirs, norm).weight + layout.norm)
+    for name, own in layout.weights.items():
+        # A composition has its parts' names before theirs.
+        (parameter,) = (p for n, p in ours.encoding.named_parameters() if n.endswith(own.rpartition(".")[2]))
+        parameter.copy_(theirs.get_parameter(name).view_as(parameter))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -167,7 +201,9 @@ def test_every_layer_gives_the_attention_output_of_transformers(name):
         for parameter_name, parameter in one.named_parameters():
             if "proj.weight" not in parameter_name:  # which start at 0 or 1 and would hide a fault
                 parameter.copy_(torch.randn_like(parameter))
-        copy_attention(one, other.attn, layout.weights)
+            if layout.zeroed and layout.zeroed in parameter_name:
+                parameter.zero_()
+        copy_attention(one, other.attn, layout)
 
     seen = []
 

@@ -150,9 +150,9 @@ def test_factors_of_a_composition_are_multiplied_and_sinks_joined():
 @torch.no_grad()
 def test_caches_keep_what_is_seen_and_nothing_leaks_through_a_window():
     model, ids = loud_model("two windows"), tokens()
-    for cache, kept in ((make_cache("dynamic", model), [6, 4]), (make_cache("static", model), [7, 5])):
+    for cache, slots in ((make_cache("dynamic", model), [6, 4]), (make_cache("static", model), [7, 5])):
         by_chunks(model, ids, [20] + [1] * 9, cache)
-        assert [layer.keys.shape[2] for layer in cache.layers] == kept
+        assert [layer.keys.shape[2] for layer in cache.layers] == slots
     every = DynamicCache()
     found = by_chunks(model, ids, [20] + [1] * 9, every)
     assert [layer.keys.shape[2] for layer in every.layers] == [LENGTH, LENGTH]

@@ -152,7 +152,7 @@ def cached_length(cache: Cache, reaches: Sequence[Any] = ()) -> tuple[Slot, int 
     return past, min(rooms) if rooms else None
 
 
-def kept_layout(cache: Cache, number: int, layout: TokenLayout, window: Window | None) -> TokenLayout:
+def cached_layout(cache: Cache, number: int, layout: TokenLayout, window: Window | None) -> TokenLayout:
     """The layout of the keys that a layer of the cache gives once the new tokens are in it."""
     if number >= len(cache.layers) or _window(cache.layers[number]) is None:
         return layout

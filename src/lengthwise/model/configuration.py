@@ -238,7 +238,7 @@ class LengthwiseConfig(PreTrainedConfig):
                 f"{self.n_layer}"
             )
         embedding, specs = self._split()
-        # Kept here for the caches of compiled graphs.
+        # Stored for the caches of compiled graphs.
         self._reaches = [spec.reach for spec in self.schedule]
         for spec in specs:
             if spec.window is not None and not find(spec.encoding).takes_window(spec.window):

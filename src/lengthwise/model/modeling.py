@@ -30,7 +30,7 @@ from lengthwise.encodings import Encoding
 from lengthwise.encodings.base import State
 from lengthwise.encodings.registry import build, find
 from lengthwise.model.attention import NAME, eager_attention, run_attention
-from lengthwise.model.cache import cached_length, fit_windows, kept_layout, remember
+from lengthwise.model.cache import cached_layout, cached_length, fit_windows, remember
 from lengthwise.model.checkpoint_checks import checked_checkpoint, checked_loading
 from lengthwise.model.configuration import LengthwiseConfig
 from lengthwise.model.layout import added_by, make_layout, with_mask
@@ -402,7 +402,7 @@ class LengthwiseModel(LengthwisePreTrainedModel):
         layouts: dict[Window | None, TokenLayout] = {None: layout}
         for number, window in enumerate(self.windows):
             if window not in layouts:
-                layouts[window] = layout if cache is None else kept_layout(cache, number, layout, window)
+                layouts[window] = layout if cache is None else cached_layout(cache, number, layout, window)
         added = None if explicit is None else added_by(explicit, layout)
         if added is None:
             return layouts, {}
