@@ -120,8 +120,9 @@ def study(results: dict) -> str:
         "",
         f"In {'; '.join(results['notes'][:2])}. Trained at {length} tokens, {settings['steps']} steps of "
         f"{settings['batch_tokens']:,} tokens, {settings.get('optimizer', 'AdamW at one rate for everything')}; "
-        f"*under-trained* is more than a quarter above the best there, and not to be judged beyond. `{born['command']}` on {born['date']}: {born['machine']}, torch "
-        f"{born['versions']['torch']}, Python {born['versions']['python']}.",
+        "*under-trained* is more than a quarter above the best there, and not to be judged beyond. "
+        f"`{born['command']}` on {born['date']}: {born['machine']}, torch {born['versions']['torch']}, Python "
+        f"{born['versions']['python']}.",
     ]
     return "\n".join(lines)
 
