@@ -14,7 +14,8 @@ SAME_KERNELS = {
     *("bam", "sandwich", "headscale", "llama4-scale", "log-floor", "logn", "ministral3-scale", "sink", "ssmax"),
     *("stick-breaking", "axial-rope", "mixed-rope", "alibi-2d", "swin"),
 }
-"""Backends see rotated queries and keys, a table, a factor per row or a sink, as of any other encoding."""
+"""Backends see rotated queries and keys, a table, a factor per row or a sink, as of any other encoding; and so of all
+compositions."""
 
 SAME_MODELS = SAME_KERNELS - {"carope", "grape-a", "pope", "selective-rope", "ssmax", "stick-breaking"}
 """Models treat them as rope, kerple, carope, ssmax or stick-breaking."""
@@ -30,5 +31,6 @@ def pytest_collection_modifyitems(items):
         module = item.path.stem
         elsewhere = module in OVER_ALL or "hold_for_any_shape" in item.name
         in_laws = module == "test_laws" and parameters.get("backend", "auto") != "auto"
-        if (elsewhere and names & SAME_MODELS) or (in_laws and names & SAME_KERNELS):
+        composed = any("+" in name for name in names)
+        if (elsewhere and names & SAME_MODELS) or (in_laws and (composed or names & SAME_KERNELS)):
             item.add_marker(pytest.mark.prove)

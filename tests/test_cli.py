@@ -145,12 +145,13 @@ NONSENSE = {
     },
     "train": {
         **{"--config": "/dev/null/x", "--out": "/dev/null/x", "--encoding": "x", "--preset": "x", "--data": "x"},
-        **{"--held-out": "x", "--tokenizer": "x", "--device": "x"},
+        **{"--held-out": "x", "--tokenizer": "x", "--device": "x", "--positions": "x", "--start-from": "cabel"},
     },
     "evaluate": {"--text": "x", "--rope": "x", "--tasks": "x", "--device": "x", "--out": "/dev/null/x"},
     "study": {
         **{"--config": "/dev/null/x", "--out": "/dev/null/x", "--encodings": "x", "--paper": "x", "--preset": "x"},
         **{"--rope": "x", "--tasks": "x", "--data": "x", "--tokenizer": "x", "--device": "x", "--text": "x"},
+        "--positions": "x",
     },
 }
 ANYTHING = {"study": {"--title"}}

@@ -20,11 +20,10 @@ from lengthwise.evaluate import run as evaluate_run
 from lengthwise.evaluate import table as table_module
 from lengthwise.evaluate.statistics import Interval
 from lengthwise.runs import Run
-from lengthwise.study import execute
+from lengthwise.study import engine, execute
 from lengthwise.study.config import StudyConfig
 from lengthwise.study.execute import (
     StudyProgress,
-    evaluation_of,
     parallel_jobs,
     read_outcome,
     run_study,
@@ -269,7 +268,7 @@ def test_runs_in_their_own_processes_tell_their_memory_and_a_failing_one_its_las
     planned[1] = dataclasses.replace(
         planned[1], config=dataclasses.replace(planned[1].config, data=str(tmp_path / "nothing"))
     )
-    with StudyProgress(planned, evaluation_of(config, planned[0])) as progress:
+    with StudyProgress(planned) as progress:
         ended = train_runs(planned, out=tmp_path, jobs=2, progress=progress)
     assert progress.done == {"alibi-1337": 3, "kerple-1337": 3, "none-1337": 3}
     for run in (planned[0], planned[2]):
@@ -281,7 +280,7 @@ def test_runs_in_their_own_processes_tell_their_memory_and_a_failing_one_its_las
     assert "nothing" in ended["kerple-1337"].failure
     # The number of jobs changes how many train at a time, and no number.
     alone = study_runs(small(tmp_path, encodings=["alibi", "none"], out=str(tmp_path / "alone")))
-    with StudyProgress(alone, evaluation_of(config, alone[0])) as progress:
+    with StudyProgress(alone) as progress:
         train_runs(alone, out=tmp_path / "alone", jobs=1, progress=progress)
     losses = [
         [[line["loss"] for line in run.run.metrics] for run in runs] for runs in (alone, (planned[0], planned[2]))
@@ -331,12 +330,12 @@ def test_a_signal_ends_all_runs_with_the_study_each_with_its_checkpoint(tmp_path
 def test_a_study_exits_on_a_signal_unless_it_is_ignored(number):
     before = signal.signal(number, signal.SIG_DFL)
     try:
-        with pytest.raises(SystemExit) as end, execute._exit_on_signals():
+        with pytest.raises(SystemExit) as end, engine._exit_on_signals():
             signal.raise_signal(number)
         assert end.value.code == 128 + number
         assert signal.getsignal(number) is signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN)  # as nohup does
-        with execute._exit_on_signals():
+        with engine._exit_on_signals():
             signal.raise_signal(number)
     finally:
         signal.signal(number, before)
@@ -356,17 +355,18 @@ def test_the_papers_studies_parse_and_plan(path):
     options = {name: value for name, value in dict(chosen).items() if name not in ("config", "plan")}
     config = StudyConfig.from_options(**options)
     planned = study_runs(config)
-    assert len(planned) == len(config.encodings)
-    assert planned[0].resolved.length == 1024
-    assert config.paper in paper_tables()["tables"]
-    assert config.evaluation.lengths == paper_tables()["lengths"]
+    assert len(planned) == len(config.encodings) * len(config.seeds)
+    if config.paper is not None:
+        assert planned[0].resolved.length == 1024
+        assert config.evaluation.lengths == paper_tables()["lengths"]
     for name, value in yaml.safe_load(path.read_text()).items():
         assert value in [getattr(part, name, None) for part in (config, config.training, config.evaluation)]
 
 
 def test_every_table_of_the_paper_has_a_study():
     tables = paper_tables()["tables"]
-    assert {path.stem for path in CONFIGS} == set(tables)
+    assert {path.stem for path in CONFIGS} == {*tables, "full-stdlib", "full-wikipedia", "figures"}
+    assert {yaml.safe_load(path.read_text()).get("paper") for path in CONFIGS} == {*tables, None}
     assert tables["fineweb-edu-medium"]["cable"] == [17.00, 16.52, 15.97, 15.34, 15.41, 15.41]
     assert tables["wikitext-103-tiny"]["rope"] == [23.66, 22.26, 41.40, 114.77, 220.56, 375.62]
 

@@ -200,7 +200,7 @@ def test_the_commands_of_the_page_on_training_can_be_given(capsys, monkeypatch):
     commands = [shlex.split(line.split("train ", 1)[1]) for block in blocks for line in block.splitlines()]
     for command in commands:
         main(["train", *command, "--dry-run"])
-    assert capsys.readouterr().out.count("model     ") == len(commands) == 10
+    assert capsys.readouterr().out.count("model     ") == len(commands) == 14
     for block in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
         exec(compile(block, "docs/train.md", "exec"), {})
 

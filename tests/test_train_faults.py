@@ -167,12 +167,12 @@ def test_a_run_is_resumed_as_it_was_started_or_not_at_all(tmp_path, monkeypatch)
 
 def test_a_config_of_another_version_is_refused(tmp_path, monkeypatch, capsys):
     config = small_config(tmp_path)
-    with pytest.raises(ValueError, match="the config must be of version 1, got 2"):
-        train(dataclasses.replace(config, version=2))
+    with pytest.raises(ValueError, match="the config must be of version 2, got 3"):
+        train(dataclasses.replace(config, version=3))
     stop_after(2, config, monkeypatch)
     path = tmp_path / "run/config.yaml"
-    path.write_text(path.read_text().replace("version: 1", "version: 2\nnovelty: 3"))
-    with pytest.raises(SystemExit, match="the run's config must be of version 1, got 2"):
+    path.write_text(path.read_text().replace("version: 2", "version: 3\nnovelty: 3"))
+    with pytest.raises(SystemExit, match="the run's config must be of version 2, got 3"):
         main(["train", "--resume", "--out", config.out])
 
 

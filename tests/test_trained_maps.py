@@ -67,7 +67,7 @@ def test_a_file_holds_the_final_layer_as_what_it_is_made_of(written, figure):
     loaded = load_model(folder / "runs" / figure.maps_name)
     sample = sample_tokens(loaded, length=LENGTH, count=SEQUENCES)
     exact = position_maps(loaded.model, sample.ids, quantity=figure.quantity, shown="first")
-    assert (maps.encoding, maps.quantity, maps.layers, maps.tokens) == (figure.label, figure.quantity, (1,), None)
+    assert (maps.encoding, maps.quantity, maps.layers, maps.tokens) == (figure.encoding, figure.quantity, (1,), None)
     assert (maps.maps[0].tiles, maps.maps[0].described is not None) == (None, True)
     ranges = exact.values.nan_to_num(0).amax((1, 2)) - exact.values.nan_to_num(0).amin((1, 2))
     errors = (maps.values - exact.values).abs().nan_to_num(0).amax((1, 2))
@@ -165,7 +165,7 @@ def small_presets(monkeypatch):
 def test_what_the_package_ships_has_the_structure_of_the_papers_figure(figure):
     maps = load_trained(figure)
     if maps is None:
-        pytest.skip(f"no trained maps of {figure.label} come with the package yet")
+        pytest.skip(f"no trained maps of {figure.encoding} come with the package yet")
     assert Structure.of(maps.maps[0]).deviations(figure) == []
     assert (maps.tokens, maps.heads, maps.maps[0].queries) == (None, 12, 512)
     assert sum(path.stat().st_size for path in FOLDER.glob("*.safetensors")) <= MOST_BYTES
@@ -174,7 +174,7 @@ def test_what_the_package_ships_has_the_structure_of_the_papers_figure(figure):
 def test_a_run_that_was_trained_is_drawn_by_its_steps_and_its_last_maps_are_written(tmp_path, capsys):
     run = train(small_config(tmp_path, "moved", encoding="kerple", maps_every=4))
     out = shown(capsys, run.folder, "--by-step", "--out", tmp_path / "moved.png")
-    assert "kerple: bias of moved, layer 2, after step 4, 8, 11." in out
+    assert "kerple: bias of moved, layer 2, after step 0, 4, 8, 11." in out
     assert (tmp_path / "moved.png").stat().st_size > 10_000
     with pytest.raises(SystemExit) as ended:
         shown(capsys, run.folder, "--by-step", "--layer", "all")
@@ -205,7 +205,7 @@ def test_the_gallery_states_numbers_of_the_maps(written, tmp_path, monkeypatch):
     sentence = f"Least values {minus}4.4 to {minus}0.11, greatest 0 over the heads; context 0 in every head"
     assert sentence in text.replace("\n", " ")
     page = json.loads(re.search(r'id="data">(.*?)</script>', (tmp_path / "gallery/page.html").read_text(), re.S)[1])
-    assert [model["encoding"] for model in page["models"]] == [figure.label for figure in FIGURES]
+    assert [model["encoding"] for model in page["models"]] == [figure.encoding for figure in FIGURES]
     monkeypatch.setattr("lengthwise.show.trained.FOLDER", tmp_path / "nothing")
     with pytest.raises(FileNotFoundError, match=r"docs/trained_maps\.py"):
         write_gallery(tmp_path)

@@ -47,6 +47,8 @@ def small_config(folder: Path, name: str = "run", **changes: Any) -> TrainConfig
         "micro_batch": 5,
         "steps": 11,
         "optimizer": "adamw",
+        "learning_rate": 3e-3,
+        "final_learning_rate": 3e-4,
         "warmup": 3,
         "checkpoint_every": 4,
         "evaluate_every": 6,

@@ -17,7 +17,7 @@ PAPER_ENCODINGS = ["cable", "kerple", "alibi", "fire", "t5-clamped", "rope", "si
 NOT_SHARED = frozenset(
     {
         *("out", "encoding", "encoding_options", "layers", "seed", "resume", "evaluate_lengths", "dry_run", "version"),
-        "tuning",
+        *("tuning", "start_from"),
         # What is measured is the held-out split of the data, and each run is a process of its own.
         *("held_out", "sharded"),
     }
