@@ -31,7 +31,7 @@ def test_sizes_are_whole_numbers_from_1_on(size, value):
 
 
 def test_no_head_dim_means_width_over_heads():
-    assert make(head_dim=None).geometry.head_dim == 3
+    assert make(head_dim=None).shape.head_dim == 3
 
 
 MAKE = {

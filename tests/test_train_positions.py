@@ -64,7 +64,9 @@ def test_a_run_at_drawn_positions_is_another_and_resumes_as_itself(tmp_path):
 
 def test_rope_is_dropped_and_training_goes_on_from_its_weights(tmp_path):
     first = train(small_config(tmp_path, "first", encoding="rope", steps=20, learning_rate=0.01))
-    options = {"encoding": "none", "steps": 4, "warmup": 1, "learning_rate": 1e-9, "final_learning_rate": 1e-9} | {"start_from": str(first.final)}
+    options = {"encoding": "none", "steps": 4, "warmup": 1, "learning_rate": 1e-9, "final_learning_rate": 1e-9} | {
+        "start_from": str(first.final)
+    }
     second = train(small_config(tmp_path, "second", **options))
     before, after = (LengthwiseForCausalLM.from_pretrained(run.final) for run in (first, second))
     assert after.config.encoding == "none"

@@ -35,7 +35,7 @@ def of_heads(layer, vector):
 
 def shaw(encoding, x, q, k, reach=16):
     table = numbers(encoding.table)
-    first = 0 if encoding.geometry.causal else -reach
+    first = 0 if encoding.shape.causal else -reach
 
     def value(b, h, i, j, distance):
         return dot(q[b][h][i], table[min(max(distance, first), reach) - first]) / math.sqrt(DIM)
@@ -62,7 +62,7 @@ def transformer_xl(encoding, x, q, k, reach=math.inf):
 def inkling(encoding, x, q, k, extent=1024):
     curves = transposed(numbers(encoding.profiles))
     rows = [[of_heads(encoding.to_rows, token) for token in sequence] for sequence in x]
-    first = 0 if encoding.geometry.causal else 1 - extent
+    first = 0 if encoding.shape.causal else 1 - extent
 
     def value(b, h, i, j, distance):
         if not first <= distance < extent:
@@ -138,7 +138,7 @@ def drawn(module):
 
 
 def attended(encoding, x, q, k, v, **options):
-    layout = lw.layout(x.shape[1], causal=encoding.geometry.causal)
+    layout = lw.layout(x.shape[1], causal=encoding.shape.causal)
     qk = encoding.own_qk(q, k)
     bias = encoding.bias(x, layout, encoding.state(x, **qk), **qk)
     return lw.attend(*encoding.rotate(q, k, layout), v, layout=layout, bias=bias, **options)

@@ -68,10 +68,10 @@ class Subject:
 
     def encoding(self) -> Encoding:
         """The encoding at its initial parameters, the same every time."""
-        geometry = AttentionShape(self.heads, self.width, self.head_dim, self.train_length, self.causal)
+        shape = AttentionShape(self.heads, self.width, self.head_dim, self.train_length, self.causal)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return build(self.name, geometry, self.options)
+            return build(self.name, shape, self.options)
 
     def layer(self) -> "Layer":
         """A layer with this encoding and loud weights, the same every time."""
@@ -116,9 +116,9 @@ class Layer(nn.Module):
 
     def __init__(self, encoding: Encoding, backend: str = "reference") -> None:
         super().__init__()
-        g = encoding.geometry
+        shape = encoding.shape
         self.encoding, self.backend = encoding, backend
-        self.to_qkv = nn.Linear(g.width, 3 * g.heads * g.head_dim)
+        self.to_qkv = nn.Linear(shape.width, 3 * shape.heads * shape.head_dim)
         for parameter in self.to_qkv.parameters():
             nn.init.zeros_(parameter)
 
@@ -143,7 +143,7 @@ class Layer(nn.Module):
             key_mask=key_mask if key_mask is None else F.pad(key_mask, (0, room)),
             documents=documents if documents is None else F.pad(documents, (0, room), value=-1),
             start=start,
-            causal=encoding.geometry.causal,
+            causal=encoding.shape.causal,
         )
         x = encoding.embed(x, layout)
         q, k, v = self.qkv(x)
@@ -171,11 +171,11 @@ class Layer(nn.Module):
     @property
     def scale(self) -> float:
         """1 / sqrt(head_dim), also where an encoding makes keys wider."""
-        return float(self.encoding.geometry.head_dim**-0.5)
+        return float(self.encoding.shape.head_dim**-0.5)
 
     def qkv(self, x: Float[Tensor, "batch query width"]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, (batch, head, position, dim)."""
-        q, k, v = self.to_qkv(x).unflatten(-1, (3, self.encoding.geometry.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.to_qkv(x).unflatten(-1, (3, self.encoding.shape.heads, -1)).permute(2, 0, 3, 1, 4)
         return q, k, v
 
     def described(self, x: Float[Tensor, "batch key width"], layout: TokenLayout) -> tuple[Bias | None, Rescore | None]:

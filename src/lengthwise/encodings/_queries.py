@@ -26,4 +26,4 @@ class QueryEncoding(Encoding):
 
     def queries(self, q: Tensor | None, layout: TokenLayout) -> Float[Tensor, "batch head query dim"]:
         """The layer's queries in float32 or better."""
-        return at_least_float32(checked_heads("q", q, self.geometry, layout.query_count))
+        return at_least_float32(checked_heads("q", q, self.shape, layout.query_count))

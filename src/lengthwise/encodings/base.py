@@ -79,23 +79,23 @@ class Encoding(nn.Module):
     tables: tuple[str, ...] = ()
     """Its learned tables by name: each entry is a number of its own, which weight decay would only pull to 0."""
 
-    def __init__(self, geometry: AttentionShape) -> None:
+    def __init__(self, shape: AttentionShape) -> None:
         super().__init__()
-        if not geometry.causal and not self.two_sided:
+        if not shape.causal and not self.two_sided:
             raise ValueError(
                 f"{type(self).__name__} is defined for causal attention only, got causal=False; encodings with a "
                 "two-sided form are e.g. 'alibi', 'fire' and 't5'"
             )
-        self.geometry = geometry
+        self.shape = shape
 
     @classmethod
-    def from_options(cls, name: str, geometry: AttentionShape, options: Mapping[str, object]) -> "Encoding":
+    def from_options(cls, name: str, shape: AttentionShape, options: Mapping[str, object]) -> "Encoding":
         """One with options of its own; `name` is for the error if there is no such option."""
         unknown = [option for option in options if option not in cls.options()]
         if unknown:
             known = ", ".join(map(repr, cls.options())) or "none"
             raise OptionError(f"unknown option {unknown[0]!r} for {name!r}; its options are: {known}")
-        return cls(geometry, **options)
+        return cls(shape, **options)
 
     def reset_parameters(self) -> None:
         """Draw the learned parameters anew, as the paper does."""
@@ -193,8 +193,8 @@ class Encoding(nn.Module):
 
     def extra_repr(self) -> str:
         """The shape it serves."""
-        g = self.geometry
-        return f"heads={g.heads}, width={g.width}, head_dim={g.head_dim}, causal={g.causal}"
+        shape = self.shape
+        return f"heads={shape.heads}, width={shape.width}, head_dim={shape.head_dim}, causal={shape.causal}"
 
 
 def checked_tokens(x: Tokens, width: int) -> None:
@@ -218,14 +218,14 @@ def checked_count(x: Tokens, positions: Int[Tensor, "#batch position"], of: str)
 
 
 def checked_heads(
-    name: str, x: Tensor | None, geometry: AttentionShape, count: int
+    name: str, x: Tensor | None, shape: AttentionShape, count: int
 ) -> Float[Tensor, "batch head token dim"]:
     """The layer's queries or keys, or an error unless there are so many."""
-    axes = ("batch", "head", count, geometry.head_dim)
+    axes = ("batch", "head", count, shape.head_dim)
     check_tensor(name, x, axes, "floating-point", "Give the layer's own: **encoding.own_qk(q, k).")
     assert x is not None
-    if x.shape[1] == 0 or geometry.heads % x.shape[1]:
-        raise ValueError(f"{name} must have {geometry.heads} heads, or as many as divide that, got {x.shape[1]}")
+    if x.shape[1] == 0 or shape.heads % x.shape[1]:
+        raise ValueError(f"{name} must have {shape.heads} heads, or as many as divide that, got {x.shape[1]}")
     return x
 
 

@@ -31,10 +31,10 @@ class Composition(Encoding):
     names: ClassVar[tuple[str, ...]]
     members: ClassVar[tuple[type[Encoding], ...]]
 
-    def __init__(self, geometry: AttentionShape, **options: Mapping[str, object]) -> None:
-        super().__init__(geometry)
+    def __init__(self, shape: AttentionShape, **options: Mapping[str, object]) -> None:
+        super().__init__(shape)
         own = {
-            name: member.from_options(name, geometry, options.get(name) or {})
+            name: member.from_options(name, shape, options.get(name) or {})
             for name, member in zip(self.names, self.members, strict=True)
         }
         self.parts = nn.ModuleDict(own)
@@ -44,7 +44,7 @@ class Composition(Encoding):
         self.length_dependent = any(part.length_dependent for part in own.values())
 
     @classmethod
-    def from_options(cls, name: str, geometry: AttentionShape, options: Mapping[str, object]) -> Encoding:
+    def from_options(cls, name: str, shape: AttentionShape, options: Mapping[str, object]) -> Encoding:
         """One with options by part."""
         for part, own in options.items():
             if part not in cls.names:
@@ -54,7 +54,7 @@ class Composition(Encoding):
                 )
             if not isinstance(own, Mapping):
                 raise OptionError(f"the options of the part {part!r} must be a dictionary, got {describe(own)}")
-        return cls(geometry, **cast(Mapping[str, Any], options))
+        return cls(shape, **cast(Mapping[str, Any], options))
 
     @classmethod
     def overrides(cls, hook: Hook) -> bool:

@@ -29,17 +29,17 @@ class GrapeA(Encoding):
     uses_qk = True
     tables = ("query_vector", "key_vector")
 
-    def __init__(self, geometry: AttentionShape) -> None:
-        super().__init__(geometry)
-        self.query_vector = nn.Parameter(torch.empty(geometry.heads, geometry.head_dim))
-        self.key_vector = nn.Parameter(torch.empty(geometry.heads, geometry.head_dim))
-        self.raw_scale = nn.Parameter(torch.empty(geometry.heads))
+    def __init__(self, shape: AttentionShape) -> None:
+        super().__init__(shape)
+        self.query_vector = nn.Parameter(torch.empty(shape.heads, shape.head_dim))
+        self.key_vector = nn.Parameter(torch.empty(shape.heads, shape.head_dim))
+        self.raw_scale = nn.Parameter(torch.empty(shape.heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Directions at random, softplus(w) = 1."""
         for vector in (self.query_vector, self.key_vector):
-            nn.init.normal_(vector, std=self.geometry.head_dim**-0.5)
+            nn.init.normal_(vector, std=self.shape.head_dim**-0.5)
         nn.init.constant_(self.raw_scale, math.log(math.expm1(1.0)))
 
     def state(
@@ -64,9 +64,9 @@ class GrapeA(Encoding):
     ) -> FunctionBias:
         """Distance times the sum of the slopes of query and key."""
         own = self.state(x, q=q, k=k) if state is None else state
-        key = checked_state(own, "key", x.shape[0], self.geometry.heads, layout.key_count)
+        key = checked_state(own, "key", x.shape[0], self.shape.heads, layout.key_count)
         scale = F.softplus(at_least_float32(self.raw_scale))
-        slopes = torch.tensor(interleaved_slopes(self.geometry.heads), dtype=scale.dtype, device=scale.device)
+        slopes = torch.tensor(interleaved_slopes(self.shape.heads), dtype=scale.dtype, device=scale.device)
         factor = (slopes * scale)[:, None]
         arguments = (layout.query, layout.key, factor * self._gate(q, self.query_vector), factor * key)
         return FunctionBias(grape_a, arguments)
@@ -75,10 +75,10 @@ class GrapeA(Encoding):
         if x is None:
             raise ValueError("grape-a needs the layer's queries and keys, got none; pass q=q, k=k to the hook")
         x, direction = at_least_float32(x), F.normalize(at_least_float32(vector), dim=-1)
-        if x.shape[1] != self.geometry.heads:
-            x = x.repeat_interleave(self.geometry.heads // x.shape[1], 1)
+        if x.shape[1] != self.shape.heads:
+            x = x.repeat_interleave(self.shape.heads // x.shape[1], 1)
         with without_autocast(x):
-            return F.softplus((x * direction[:, None]).sum(-1) * self.geometry.head_dim**-0.5)
+            return F.softplus((x * direction[:, None]).sum(-1) * self.shape.head_dim**-0.5)
 
 
 @registered

@@ -42,7 +42,7 @@ class LogN(_LengthScale):
 
     def factor(self, seen: Tensor) -> Tensor:
         """max(1, log n / log L)."""
-        length = seen.new_tensor(max(self.geometry.train_length, 2))
+        length = seen.new_tensor(max(self.shape.train_length, 2))
         return (seen.log() / length.log()).clamp(min=1)
 
 
@@ -52,9 +52,9 @@ class _Floored(_LengthScale):
     default_floor: int | None = None
     """The model's own; None for the training length."""
 
-    def __init__(self, geometry: AttentionShape, *, strength: float = 0.1, floor: int | None = None) -> None:
-        super().__init__(geometry)
-        floor = floor or self.default_floor or geometry.train_length
+    def __init__(self, shape: AttentionShape, *, strength: float = 0.1, floor: int | None = None) -> None:
+        super().__init__(shape)
+        floor = floor or self.default_floor or shape.train_length
         check_number("strength", strength, "The models have 0.1.")
         check_int("floor", floor, "Leave it out for the model's own.")
         self.strength, self.floor = strength, floor

@@ -30,11 +30,11 @@ class Pope(Encoding):
     tables = ("delta",)
     turns_last = True
 
-    def __init__(self, geometry: AttentionShape, *, base: float = 10000.0) -> None:
-        super().__init__(geometry)
+    def __init__(self, shape: AttentionShape, *, base: float = 10000.0) -> None:
+        super().__init__(shape)
         check_number("base", base, "10000 is usual.")
         self.base = base
-        self.delta = nn.Parameter(torch.empty(geometry.heads, geometry.head_dim))
+        self.delta = nn.Parameter(torch.empty(shape.heads, shape.head_dim))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -54,9 +54,9 @@ class Pope(Encoding):
         state: State | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Real and imaginary parts, one behind the other: twice as many channels."""
-        check_turned(q, k, layout, self.geometry, own_heads=True)
+        check_turned(q, k, layout, self.shape, own_heads=True)
         delta = at_least_float32(self.delta).clamp(-2 * math.pi, 0)[:, None]
-        dim = self.geometry.head_dim
+        dim = self.shape.head_dim
         frequency = self.base ** (-torch.arange(dim, dtype=delta.dtype, device=delta.device) / dim)
         query, key = (at[:, None, :, None].to(delta.dtype) * frequency for at in (layout.query, layout.key))
         return _polar(q, query), _polar(k, key + delta)

@@ -38,9 +38,9 @@ def make(
     return build(name, AttentionShape(heads, width, head_dim, train_length, causal), options)
 
 
-def build(name: str, geometry: AttentionShape, options: Mapping[str, object]) -> Encoding:
-    """An encoding from its name, its geometry and its own options."""
-    return find(name).from_options(name, geometry, options)
+def build(name: str, shape: AttentionShape, options: Mapping[str, object]) -> Encoding:
+    """An encoding from its name, the shape of its attention and its own options."""
+    return find(name).from_options(name, shape, options)
 
 
 def find(name: str) -> type[Encoding]:

@@ -33,16 +33,16 @@ class Repo(Encoding):
 
     paper = "Li et al. 2025, arXiv 2512.14391"
 
-    def __init__(self, geometry: AttentionShape, *, base: float = 10000.0, hidden: int | None = None) -> None:
-        super().__init__(geometry)
-        check_even("repo", geometry)
+    def __init__(self, shape: AttentionShape, *, base: float = 10000.0, hidden: int | None = None) -> None:
+        super().__init__(shape)
+        check_even("repo", shape)
         check_number("base", base, "10000 is usual.")
-        hidden = max(1, geometry.width // 8) if hidden is None else hidden
+        hidden = max(1, shape.width // 8) if hidden is None else hidden
         check_int("hidden", hidden, "The paper has an eighth of the width.")
         self.base = base
-        self.gate = nn.Linear(geometry.width, hidden, bias=False)
-        self.content = nn.Linear(geometry.width, hidden, bias=False)
-        self.out = nn.Linear(hidden, geometry.heads, bias=False)
+        self.gate = nn.Linear(shape.width, hidden, bias=False)
+        self.content = nn.Linear(shape.width, hidden, bias=False)
+        self.out = nn.Linear(hidden, shape.heads, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -52,7 +52,7 @@ class Repo(Encoding):
 
     def state(self, x: Tokens, key_mask: Bool[Tensor, "#batch position"] | None = None) -> State:
         """z; 0 for masked tokens."""
-        checked_tokens(x, self.geometry.width)
+        checked_tokens(x, self.shape.width)
         hidden = F.silu(project(self.gate, x)) * project(self.content, x)
         return {"position": masked_tokens(project(self.out, hidden.transpose(1, 2)), key_mask)}
 
@@ -64,7 +64,7 @@ class Repo(Encoding):
         state: State | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Both turned by their own real positions."""
-        check_turned(q, k, layout, self.geometry, own_heads=True)
-        position = checked_state(state, "position", q.shape[0], self.geometry.heads, layout.key_count)
-        frequencies = RopeBase(self.base, self.geometry.head_dim, self.geometry.train_length).plain(position.device)
+        check_turned(q, k, layout, self.shape, own_heads=True)
+        position = checked_state(state, "position", q.shape[0], self.shape.heads, layout.key_count)
+        frequencies = RopeBase(self.base, self.shape.head_dim, self.shape.train_length).plain(position.device)
         return turn_both(q, k, position[..., None] * frequencies.to(position.dtype), layout)

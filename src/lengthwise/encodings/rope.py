@@ -31,7 +31,7 @@ class Rope(Encoding):
 
     def __init__(
         self,
-        geometry: AttentionShape,
+        shape: AttentionShape,
         *,
         base: float = 10000.0,
         layout: PairLayout = "half",
@@ -39,20 +39,20 @@ class Rope(Encoding):
         resonance: bool = False,
         scaling: Mapping[str, object] | None = None,
     ) -> None:
-        super().__init__(geometry)
-        check_even("rope", geometry)
+        super().__init__(shape)
+        check_even("rope", shape)
         check_choice("layout", layout, PAIR_LAYOUTS, "LLaMA has 'half'.")
         check_number("base", base, "10000 is usual.")
         check_number("part", part, "GPT-NeoX has 0.25.", most=1.0)
         check_flag("resonance", resonance)
-        turning = int(geometry.head_dim * part)
+        turning = int(shape.head_dim * part)
         if turning < 2 or turning % 2:
             raise ValueError(
-                f"part of head_dim must be an even number of channels, got {part} of {geometry.head_dim}: {turning}"
+                f"part of head_dim must be an even number of channels, got {part} of {shape.head_dim}: {turning}"
             )
         self.layout = layout
         self.resonance = resonance
-        self.scaling = make_scaling(scaling, RopeBase(base, turning, geometry.train_length))
+        self.scaling = make_scaling(scaling, RopeBase(base, turning, shape.train_length))
         self.length_dependent = self.scaling.length_dependent
 
     def frequencies(self, length: Positions) -> Frequencies:
@@ -72,7 +72,7 @@ class Rope(Encoding):
         Where angles depend on the length, it is that of each token's own document; for keys, at most as far as the
         queries have come, since the slots of a static cache run on behind them.
         """
-        check_turned(q, k, layout, self.geometry)
+        check_turned(q, k, layout, self.shape)
         query, key = layout.query, layout.key
         waves = self.waves(query, query)
         return turn(q, waves, self.layout), turn(k, waves if key is query else self.waves(key, query), self.layout)

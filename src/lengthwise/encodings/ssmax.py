@@ -24,15 +24,15 @@ class SsMax(Encoding):
 
     paper = "Nakanishi 2025, arXiv 2501.19399"
 
-    def __init__(self, geometry: AttentionShape, *, start: float | None = None, offset: bool = False) -> None:
-        super().__init__(geometry)
+    def __init__(self, shape: AttentionShape, *, start: float | None = None, offset: bool = False) -> None:
+        super().__init__(shape)
         if start is not None:
             check_number("start", start, "Leave it out for a mean factor of 1; the paper's figure has 0.43.")
         check_flag("offset", offset)
-        length = max(geometry.train_length, 2)
+        length = max(shape.train_length, 2)
         self.start = length / math.lgamma(length + 1) if start is None else start
-        self.scale = nn.Parameter(torch.empty(geometry.heads))
-        self.offset = nn.Parameter(torch.empty(geometry.heads)) if offset else None
+        self.scale = nn.Parameter(torch.empty(shape.heads))
+        self.offset = nn.Parameter(torch.empty(shape.heads)) if offset else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -32,8 +32,8 @@ class StickBreaking(Encoding):
     paper = "Tan et al. 2024, arXiv 2410.17980"
     two_sided = False
 
-    def __init__(self, geometry: AttentionShape, *, attend_current: bool = False) -> None:
-        super().__init__(geometry)
+    def __init__(self, shape: AttentionShape, *, attend_current: bool = False) -> None:
+        super().__init__(shape)
         check_flag("attend_current", attend_current)
         self.attend_current = attend_current
 
@@ -44,7 +44,7 @@ class StickBreaking(Encoding):
 
     def sink(self, x: Tokens) -> Float[Tensor, " head"]:
         """0: what the rest of the stick is raised to."""
-        return at_least_float32(x.new_zeros(self.geometry.heads))
+        return at_least_float32(x.new_zeros(self.shape.heads))
 
 
 @registered

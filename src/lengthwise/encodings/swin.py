@@ -25,12 +25,12 @@ class Swin(Encoding):
     context_free = True
     tables = ("table",)
 
-    def __init__(self, geometry: AttentionShape, *, rows: int | None = None, columns: int | None = None) -> None:
-        super().__init__(geometry)
-        self.columns = checked_columns(columns, geometry)
+    def __init__(self, shape: AttentionShape, *, rows: int | None = None, columns: int | None = None) -> None:
+        super().__init__(shape)
+        self.columns = checked_columns(columns, shape)
         self.rows = self.columns if rows is None else rows
         check_int("rows", self.rows, "Leave it out for a square.")
-        self.table = nn.Parameter(torch.empty((2 * self.rows - 1) * (2 * self.columns - 1), geometry.heads))
+        self.table = nn.Parameter(torch.empty((2 * self.rows - 1) * (2 * self.columns - 1), shape.heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -30,13 +30,13 @@ class Xpos(Rope):
 
     def __init__(
         self,
-        geometry: AttentionShape,
+        shape: AttentionShape,
         *,
         base: float = 10000.0,
         layout: PairLayout = "interleaved",
         decay: float = 512.0,
     ) -> None:
-        super().__init__(geometry, base=base, layout=layout)
+        super().__init__(shape, base=base, layout=layout)
         check_number("decay", decay, "The paper has 512.")
         self.decay = decay
 
@@ -55,7 +55,7 @@ class Xpos(Rope):
         """Both turned by their positions, queries as they fall behind the middle raised, keys lowered."""
         query, key = layout.query, layout.key
         self._check_span(query, q.dtype)
-        dim = self.geometry.head_dim
+        dim = self.shape.head_dim
         pairs = torch.arange(0, dim, 2, dtype=torch.float32, device=query.device)
         rate = ((pairs + 0.4 * dim) / (1.4 * dim)).log() / self.decay
         middle = (query.amin(1, keepdim=True) + query.amax(1, keepdim=True)) // 2 if query.numel() else 0

@@ -141,7 +141,7 @@ class LengthwiseConfig(PreTrainedConfig):
         return cls(**(PRESETS[name] | changes))
 
     @property
-    def geometry(self) -> AttentionShape:
+    def shape(self) -> AttentionShape:
         """The attention that the encodings serve."""
         return AttentionShape(self.n_head, self.n_embd, self.head_dim or 0, self.n_positions)
 
@@ -250,7 +250,7 @@ class LengthwiseConfig(PreTrainedConfig):
         with torch.device("meta"):
             for spec in (*listed, *specs, *([embedding] if embedding else [])):
                 try:
-                    build(spec.encoding, self.geometry, spec.options)
+                    build(spec.encoding, self.shape, spec.options)
                 except (TypeError, ValueError) as error:
                     raise OptionError(str(error)) from error
 

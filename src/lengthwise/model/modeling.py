@@ -46,7 +46,7 @@ UNSUPPORTED = ("flash", "paged", "lengthwise_")
 
 def make_encoding(config: LengthwiseConfig, spec: LayerSpec) -> Encoding:
     """A new encoding; one that is not double is float32 whatever the model's dtype."""
-    encoding = build(spec.encoding, config.geometry, spec.options)
+    encoding = build(spec.encoding, config.shape, spec.options)
     return encoding if torch.get_default_dtype() == torch.float64 else encoding.float()
 
 
@@ -90,7 +90,7 @@ class LengthwiseAttention(nn.Module):
     def __init__(self, config: LengthwiseConfig, layer_idx: int) -> None:
         super().__init__()
         spec = config.schedule[layer_idx]
-        dim, heads, kv_heads = config.geometry.head_dim, config.n_head, config.n_kv_head or config.n_head
+        dim, heads, kv_heads = config.shape.head_dim, config.n_head, config.n_kv_head or config.n_head
         self.config, self.layer_idx, self.window = config, layer_idx, windows_of(config)[layer_idx]
         self.scaling = dim**-0.5 if config.scale is None else float(config.scale)
         self.is_causal = True
