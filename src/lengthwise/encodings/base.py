@@ -29,6 +29,10 @@ from lengthwise.token_layout import TokenLayout, Window
 Tokens = Float[Tensor, "batch position width"]
 """The input of the model for `embed`, of the attention block for the other hooks."""
 
+Queries = Float[Tensor, "batch head query dim"]
+Keys = Float[Tensor, "batch kv_head key dim"]
+"""A layer's own; with fewer heads of keys each of them serves several of the queries."""
+
 State = dict[str, Float[Tensor, "batch head key ..."]]
 """Per-token numbers by name, float32 or better: whoever runs the model keeps them beside the keys."""
 
@@ -108,13 +112,7 @@ class Encoding(nn.Module):
         """What later tokens will need to know of these, or None; padding, False in the mask, counts for nothing."""
         return None
 
-    def rotate(
-        self,
-        q: Float[Tensor, "batch head query dim"],
-        k: Float[Tensor, "batch kv_head key dim"],
-        layout: TokenLayout,
-        state: State | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def rotate(self, q: Queries, k: Keys, layout: TokenLayout, state: State | None = None) -> tuple[Tensor, Tensor]:
         """Queries and keys as they meet; the layout has one position for each of both."""
         return q, k
 

@@ -14,13 +14,15 @@ import math
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor, nn
 
 from lengthwise.encodings._rotary import check_even, check_turned, summed_angles, turn_both
 from lengthwise.encodings.base import (
     AttentionShape,
     Encoding,
+    Keys,
+    Queries,
     State,
     Tokens,
     checked_state,
@@ -57,13 +59,7 @@ class Carope(Encoding):
         checked_tokens(x, self.shape.width)
         return {"step": masked_tokens(1 / (F.softplus(project(self.to_step, x)) + 1), key_mask)}
 
-    def rotate(
-        self,
-        q: Float[Tensor, "batch head query dim"],
-        k: Float[Tensor, "batch kv_head key dim"],
-        layout: TokenLayout,
-        state: State | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def rotate(self, q: Queries, k: Keys, layout: TokenLayout, state: State | None = None) -> tuple[Tensor, Tensor]:
         """Both turned by the sums of the powers of all steps so far."""
         check_turned(q, k, layout, self.shape, own_heads=True)
         step = checked_state(state, "step", q.shape[0], self.shape.heads, layout.key_count)[..., None]

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from lengthwise.bias import Bias, SumBias, at_least_float32
-from lengthwise.encodings.base import AttentionShape, Encoding, Hook, State, Tokens
+from lengthwise.encodings.base import AttentionShape, Encoding, Hook, Keys, Queries, State, Tokens
 from lengthwise.errors import OptionError, describe
 from lengthwise.rescore import Rescore
 from lengthwise.token_layout import TokenLayout, Window
@@ -94,13 +94,7 @@ class Composition(Encoding):
         states = {name: part.state(x, key_mask, **_own_qk(part, q, k)) or {} for name, part in self._parts()}
         return {f"{name}.{key}": value for name, own in states.items() for key, value in own.items()} or None
 
-    def rotate(
-        self,
-        q: Float[Tensor, "batch head query dim"],
-        k: Float[Tensor, "batch kv_head key dim"],
-        layout: TokenLayout,
-        state: State | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def rotate(self, q: Queries, k: Keys, layout: TokenLayout, state: State | None = None) -> tuple[Tensor, Tensor]:
         """By all parts, one after the other."""
         for name, part in self._parts():
             q, k = part.rotate(q, k, layout, _own(state, name))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lengthwise.bias import QueryDistanceBias, SumBias, at_least_float32
 from lengthwise.encodings._queries import QueryEncoding
 from lengthwise.encodings._table_cache import TableCache, is_decoding
-from lengthwise.encodings.base import AttentionShape, State, Tokens, checked_heads, project, reset_linear
+from lengthwise.encodings.base import AttentionShape, Keys, Queries, State, Tokens, checked_heads, project, reset_linear
 from lengthwise.errors import check_choice, check_int, describe
 from lengthwise.token_layout import TokenLayout
 
@@ -78,13 +78,7 @@ class Deberta(QueryEncoding):
         own = at_least_float32(checked_heads("k", k, self.shape, x.shape[1]))
         return {"key": own.repeat_interleave(self.shape.heads // own.shape[1], 1)}
 
-    def rotate(
-        self,
-        q: Float[Tensor, "batch head query dim"],
-        k: Float[Tensor, "batch kv_head key dim"],
-        layout: TokenLayout,
-        state: State | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def rotate(self, q: Queries, k: Keys, layout: TokenLayout, state: State | None = None) -> tuple[Tensor, Tensor]:
         """Queries over sqrt(3): there are three products."""
         return q * 3**-0.5, k
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lengthwise.bias import at_least_float32, has_float64
 from lengthwise.encodings._rope_scaling import RopeBase
 from lengthwise.encodings._rotary import Waves, check_even, check_turned, turn
-from lengthwise.encodings.base import AttentionShape, Encoding, State
+from lengthwise.encodings.base import AttentionShape, Encoding, Keys, Queries, State
 from lengthwise.errors import check_flag, check_int, check_number
 from lengthwise.token_layout import Positions, TokenLayout
 
@@ -77,13 +77,7 @@ class Fope(Encoding):
         fans = self.waves_in * self.waves_out + self.shape.heads * self.waves_out
         return identity + self.gain * math.sqrt(2 / fans) * noise
 
-    def rotate(
-        self,
-        q: Float[Tensor, "batch head query dim"],
-        k: Float[Tensor, "batch kv_head key dim"],
-        layout: TokenLayout,
-        state: State | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def rotate(self, q: Queries, k: Keys, layout: TokenLayout, state: State | None = None) -> tuple[Tensor, Tensor]:
         """Both turned by the mixtures at their positions."""
         check_turned(q, k, layout, self.shape, own_heads=True)
         mixture = self.drawn.to(layout.query.device) if self.mixture is None else at_least_float32(self.mixture)

@@ -28,6 +28,8 @@ from lengthwise.encodings._rotary import (
 from lengthwise.encodings.base import (
     AttentionShape,
     Encoding,
+    Keys,
+    Queries,
     State,
     Tokens,
     checked_state,
@@ -69,13 +71,7 @@ class GrapeM(Encoding):
         """Radians per step, positive."""
         return at_least_float32(self.log_frequency).exp()[:, None]
 
-    def rotate(
-        self,
-        q: Float[Tensor, "batch head query dim"],
-        k: Float[Tensor, "batch kv_head key dim"],
-        layout: TokenLayout,
-        state: State | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def rotate(self, q: Queries, k: Keys, layout: TokenLayout, state: State | None = None) -> tuple[Tensor, Tensor]:
         """Both turned by their positions."""
         check_turned(q, k, layout, self.shape, own_heads=self.log_frequency.shape[0] > 1)
         frequency = self.frequency()
@@ -112,13 +108,7 @@ class GrapeMContext(GrapeM):
         step = masked_tokens((project(self.to_step, x) / self.temperature).sigmoid(), key_mask)
         return {"step": step.expand(-1, self.shape.heads, -1)}
 
-    def rotate(
-        self,
-        q: Float[Tensor, "batch head query dim"],
-        k: Float[Tensor, "batch kv_head key dim"],
-        layout: TokenLayout,
-        state: State | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def rotate(self, q: Queries, k: Keys, layout: TokenLayout, state: State | None = None) -> tuple[Tensor, Tensor]:
         """Both turned by the sum of the steps before them."""
         per_head = self.log_frequency.shape[0] > 1
         check_turned(q, k, layout, self.shape, own_heads=per_head)

@@ -13,12 +13,11 @@ import math
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from lengthwise.bias import at_least_float32
 from lengthwise.encodings._rotary import check_turned, waves_of
-from lengthwise.encodings.base import AttentionShape, Encoding, State
+from lengthwise.encodings.base import AttentionShape, Encoding, Keys, Queries, State
 from lengthwise.errors import check_number
 from lengthwise.token_layout import TokenLayout
 
@@ -46,13 +45,7 @@ class Pope(Encoding):
         """Whether a cache must hold keys that are not yet turned: turned ones are twice as wide."""
         return True
 
-    def rotate(
-        self,
-        q: Float[Tensor, "batch head query dim"],
-        k: Float[Tensor, "batch kv_head key dim"],
-        layout: TokenLayout,
-        state: State | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def rotate(self, q: Queries, k: Keys, layout: TokenLayout, state: State | None = None) -> tuple[Tensor, Tensor]:
         """Real and imaginary parts, one behind the other: twice as many channels."""
         check_turned(q, k, layout, self.shape, own_heads=True)
         delta = at_least_float32(self.delta).clamp(-2 * math.pi, 0)[:, None]

@@ -8,7 +8,7 @@ is a schedule of layers here. The state is z; what is cached beside it are keys 
 """
 
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor, nn
 
 from lengthwise.encodings._rope_scaling import RopeBase
@@ -16,6 +16,8 @@ from lengthwise.encodings._rotary import check_even, check_turned, turn_both
 from lengthwise.encodings.base import (
     AttentionShape,
     Encoding,
+    Keys,
+    Queries,
     State,
     Tokens,
     checked_state,
@@ -56,13 +58,7 @@ class Repo(Encoding):
         hidden = F.silu(project(self.gate, x)) * project(self.content, x)
         return {"position": masked_tokens(project(self.out, hidden.transpose(1, 2)), key_mask)}
 
-    def rotate(
-        self,
-        q: Float[Tensor, "batch head query dim"],
-        k: Float[Tensor, "batch kv_head key dim"],
-        layout: TokenLayout,
-        state: State | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def rotate(self, q: Queries, k: Keys, layout: TokenLayout, state: State | None = None) -> tuple[Tensor, Tensor]:
         """Both turned by their own real positions."""
         check_turned(q, k, layout, self.shape, own_heads=True)
         position = checked_state(state, "position", q.shape[0], self.shape.heads, layout.key_count)

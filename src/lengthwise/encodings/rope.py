@@ -14,12 +14,11 @@ import math
 from collections.abc import Mapping
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from lengthwise.encodings._rope_scaling import Frequencies, RopeBase, make_scaling
 from lengthwise.encodings._rotary import PAIR_LAYOUTS, PairLayout, Waves, check_even, check_turned, turn
-from lengthwise.encodings.base import AttentionShape, Encoding, State
+from lengthwise.encodings.base import AttentionShape, Encoding, Keys, Queries, State
 from lengthwise.errors import check_choice, check_flag, check_number
 from lengthwise.token_layout import Positions, TokenLayout, run_ends
 
@@ -60,13 +59,7 @@ class Rope(Encoding):
         stretched = self.scaling.frequencies(length)
         return 2 * math.pi / (2 * math.pi / stretched).round() if self.resonance else stretched
 
-    def rotate(
-        self,
-        q: Float[Tensor, "batch head query dim"],
-        k: Float[Tensor, "batch kv_head key dim"],
-        layout: TokenLayout,
-        state: State | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def rotate(self, q: Queries, k: Keys, layout: TokenLayout, state: State | None = None) -> tuple[Tensor, Tensor]:
         """Both turned by their positions.
 
         Where angles depend on the length, it is that of each token's own document; for keys, at most as far as the

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lengthwise.bias import at_least_float32
 from lengthwise.encodings._cells import Cells, cells_of, checked_columns
 from lengthwise.encodings._rotary import check_even, check_turned, turn, waves_of
-from lengthwise.encodings.base import AttentionShape, Encoding, State
+from lengthwise.encodings.base import AttentionShape, Encoding, Keys, Queries, State
 from lengthwise.errors import check_number
 from lengthwise.token_layout import TokenLayout
 
@@ -46,13 +46,7 @@ class AxialRope(Encoding):
         """Radians per row and per column, of each head and pair."""
         return self.axial(device)[None]
 
-    def rotate(
-        self,
-        q: Float[Tensor, "batch head query dim"],
-        k: Float[Tensor, "batch kv_head key dim"],
-        layout: TokenLayout,
-        state: State | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def rotate(self, q: Queries, k: Keys, layout: TokenLayout, state: State | None = None) -> tuple[Tensor, Tensor]:
         """Both turned by their rows and columns."""
         frequency = self.frequency(q.device)
         check_turned(q, k, layout, self.shape, own_heads=frequency.shape[0] > 1, axes=True)

@@ -11,7 +11,7 @@ are float64. Causal only: the convolution looks back.
 """
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor, nn
 
 from lengthwise.bias import at_least_float32
@@ -21,6 +21,8 @@ from lengthwise.encodings._rotary import check_even, check_turned, summed_angles
 from lengthwise.encodings.base import (
     AttentionShape,
     Encoding,
+    Keys,
+    Queries,
     State,
     Tokens,
     checked_state,
@@ -70,13 +72,7 @@ class SelectiveRope(Encoding):
         phase = project(self.up, project(self.down, normed.flatten(2)).transpose(1, 2))
         return {"phase": masked_tokens(phase.unflatten(1, (self.shape.heads, -1)).transpose(2, 3), key_mask)}
 
-    def rotate(
-        self,
-        q: Float[Tensor, "batch head query dim"],
-        k: Float[Tensor, "batch kv_head key dim"],
-        layout: TokenLayout,
-        state: State | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def rotate(self, q: Queries, k: Keys, layout: TokenLayout, state: State | None = None) -> tuple[Tensor, Tensor]:
         """Both turned by the sums so far."""
         shape = self.shape
         check_turned(q, k, layout, shape, own_heads=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lengthwise.bias import QueryDistanceBias, at_least_float32, without_autocast
 from lengthwise.encodings._queries import QueryEncoding
 from lengthwise.encodings._table_cache import TableCache, is_decoding, table_reach
-from lengthwise.encodings.base import AttentionShape, State, Tokens, checked_heads, reset_linear
+from lengthwise.encodings.base import AttentionShape, Keys, Queries, State, Tokens, checked_heads, reset_linear
 from lengthwise.errors import check_int
 from lengthwise.token_layout import TokenLayout
 
@@ -44,13 +44,7 @@ class TransformerXL(QueryEncoding):
         for query in (self.content_query, self.distance_query):
             nn.init.normal_(query, std=0.02)
 
-    def rotate(
-        self,
-        q: Float[Tensor, "batch head query dim"],
-        k: Float[Tensor, "batch kv_head key dim"],
-        layout: TokenLayout,
-        state: State | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def rotate(self, q: Queries, k: Keys, layout: TokenLayout, state: State | None = None) -> tuple[Tensor, Tensor]:
         """Queries with u added, and keys as they are."""
         checked_heads("q", q, self.shape, layout.query_count)
         return (at_least_float32(q) + self.content_query[:, None]).to(q.dtype), k

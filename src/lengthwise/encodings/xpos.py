@@ -11,11 +11,10 @@ range of the dtype are refused: 3,966 tokens in one pass in float16, 35,694 in b
 import math
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from lengthwise.encodings._rotary import PairLayout, turn
-from lengthwise.encodings.base import AttentionShape, State
+from lengthwise.encodings.base import AttentionShape, Keys, Queries, State
 from lengthwise.encodings.rope import Rope
 from lengthwise.errors import check_number
 from lengthwise.token_layout import PositionError, TokenLayout
@@ -45,13 +44,7 @@ class Xpos(Rope):
         """Whether a cache must hold keys that are not yet turned: their factor depends on the queries of the call."""
         return True
 
-    def rotate(
-        self,
-        q: Float[Tensor, "batch head query dim"],
-        k: Float[Tensor, "batch kv_head key dim"],
-        layout: TokenLayout,
-        state: State | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def rotate(self, q: Queries, k: Keys, layout: TokenLayout, state: State | None = None) -> tuple[Tensor, Tensor]:
         """Both turned by their positions, queries as they fall behind the middle raised, keys lowered."""
         query, key = layout.query, layout.key
         self._check_span(query, q.dtype)
