@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lengthwise.bias import at_least_float32, running_sums
+from lengthwise.encodings._rope_scaling import RopeBase
 from lengthwise.encodings.base import AttentionShape
 from lengthwise.errors import check_broadcast, check_tensor
 from lengthwise.token_layout import TokenLayout
@@ -27,6 +28,11 @@ def check_even(name: str, shape: AttentionShape) -> None:
     """An error unless a head's channels come in pairs."""
     if shape.head_dim % 2:
         raise ValueError(f"{name} turns pairs of channels, so head_dim must be even, got {shape.head_dim}")
+
+
+def plain_frequencies(base: float, shape: AttentionShape, device: torch.device) -> Float[Tensor, " pair"]:
+    """RoPE's own: base ** (-2k / head_dim) radians per position."""
+    return RopeBase(base, shape.head_dim, shape.train_length).plain(device)
 
 
 def check_turned(

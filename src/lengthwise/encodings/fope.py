@@ -16,8 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lengthwise.bias import at_least_float32, has_float64
-from lengthwise.encodings._rope_scaling import RopeBase
-from lengthwise.encodings._rotary import Waves, check_even, check_turned, turn
+from lengthwise.encodings._rotary import Waves, check_even, check_turned, plain_frequencies, turn
 from lengthwise.encodings.base import AttentionShape, Encoding, Keys, Queries, State
 from lengthwise.errors import check_flag, check_int, check_number
 from lengthwise.token_layout import Positions, TokenLayout
@@ -87,12 +86,11 @@ class Fope(Encoding):
 
     def _waves(self, positions: Positions, mixture: Tensor) -> Waves:
         """The mixed cosine and sine of some positions, all pairs; those that do not turn behind."""
-        shape = self.shape
-        frequencies = RopeBase(self.base, shape.head_dim, shape.train_length).plain(positions.device)[: self.waves_in]
+        frequencies = plain_frequencies(self.base, self.shape, positions.device)[: self.waves_in]
         angles = (positions[..., None].to(mixture.dtype) * frequencies)[:, None]
         # In float64, which neither autocast nor TF32 touches.
         wide = torch.float64 if has_float64(angles.device) else torch.float32
         waves = zip((angles.cos(), angles.sin()), mixture.to(wide), strict=True)
         cos, sin = ((wave.to(wide) @ own).to(mixture.dtype) for wave, own in waves)
-        rest = (*cos.shape[:3], shape.head_dim // 2 - self.waves_out)
+        rest = (*cos.shape[:3], self.shape.head_dim // 2 - self.waves_out)
         return torch.cat([cos, cos.new_ones(rest)], -1), torch.cat([sin, sin.new_full(rest, self.sine_of_rest)], -1)

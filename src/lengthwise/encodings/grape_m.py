@@ -16,10 +16,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from lengthwise.bias import at_least_float32
-from lengthwise.encodings._rope_scaling import RopeBase
 from lengthwise.encodings._rotary import (
     check_even,
     check_turned,
+    plain_frequencies,
     summed_angles,
     turn,
     turn_both,
@@ -61,11 +61,8 @@ class GrapeM(Encoding):
 
     def reset_parameters(self) -> None:
         """RoPE's frequencies."""
-        shape = self.shape
         with torch.no_grad():
-            self.log_frequency.copy_(
-                RopeBase(self.base, shape.head_dim, shape.train_length).plain(torch.device("cpu")).log()
-            )
+            self.log_frequency.copy_(plain_frequencies(self.base, self.shape, torch.device("cpu")).log())
 
     def frequency(self) -> Float[Tensor, "#head 1 pair"]:
         """Radians per step, positive."""

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from lengthwise.encodings._rope_scaling import RopeBase
-from lengthwise.encodings._rotary import check_even, check_turned, turn_both
+from lengthwise.encodings._rotary import check_even, check_turned, plain_frequencies, turn_both
 from lengthwise.encodings.base import (
     AttentionShape,
     Encoding,
@@ -62,5 +61,5 @@ class Repo(Encoding):
         """Both turned by their own real positions."""
         check_turned(q, k, layout, self.shape, own_heads=True)
         position = checked_state(state, "position", q.shape[0], self.shape.heads, layout.key_count)
-        frequencies = RopeBase(self.base, self.shape.head_dim, self.shape.train_length).plain(position.device)
+        frequencies = plain_frequencies(self.base, self.shape, position.device)
         return turn_both(q, k, position[..., None] * frequencies.to(position.dtype), layout)

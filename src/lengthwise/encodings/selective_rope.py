@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from lengthwise.bias import at_least_float32
 from lengthwise.encodings._convolution import convolved, reset_convolution
-from lengthwise.encodings._rope_scaling import RopeBase
-from lengthwise.encodings._rotary import check_even, check_turned, summed_angles, turn_both
+from lengthwise.encodings._rotary import check_even, check_turned, plain_frequencies, summed_angles, turn_both
 from lengthwise.encodings.base import (
     AttentionShape,
     Encoding,
@@ -77,8 +76,6 @@ class SelectiveRope(Encoding):
         shape = self.shape
         check_turned(q, k, layout, shape, own_heads=True)
         phase = checked_state(state, "phase", q.shape[0], shape.heads, layout.key_count, shape.head_dim // 2)
-        step = convolved(phase, self.taps, layout) * RopeBase(self.base, shape.head_dim, shape.train_length).plain(
-            q.device
-        )
+        step = convolved(phase, self.taps, layout) * plain_frequencies(self.base, shape, q.device)
         # Padding takes no step, whatever the tokens before it.
         return turn_both(q, k, summed_angles(masked_tokens(step, layout.key_mask)), layout)
