@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from lengthwise.bias import at_least_float32
+from lengthwise.bias import at_least_float32, has_float64
 from lengthwise.encodings._rotary import (
     check_even,
     check_turned,
@@ -111,4 +111,6 @@ class GrapeMContext(GrapeM):
         check_turned(q, k, layout, self.shape, own_heads=per_head)
         step = checked_state(state, "step", q.shape[0], self.shape.heads, layout.key_count)[..., None]
         step = step if per_head else step[:, :1]
-        return turn_both(q, k, (summed_angles(step) - step) * self.frequency(), layout)
+        # Whole turns are only whole in angles: where sums drop them, frequencies must be in what is summed.
+        turned = (step.double() if has_float64(step.device) else step) * self.frequency()
+        return turn_both(q, k, summed_angles(turned) - turned, layout)
