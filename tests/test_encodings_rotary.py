@@ -341,6 +341,7 @@ def test_a_rotation_by_state_says_what_it_needs(name):
         ("fope", {"sine_of_rest": 2}, ["sine_of_rest", "2"]),
         ("selective-rope", {"rank": 0}, ["rank", "0"]),
         ("xpos", {"decay": -1.0}, ["decay", "-1"]),
+        ("llama4-scale", {"floor": 0}, ["floor", "0"]),
     ],
 )
 def test_options_that_cannot_be_are_refused(name, options, phrases):

@@ -54,8 +54,9 @@ class _Floored(_LengthScale):
 
     def __init__(self, shape: AttentionShape, *, strength: float = 0.1, floor: int | None = None) -> None:
         super().__init__(shape)
-        floor = floor or self.default_floor or shape.train_length
         check_number("strength", strength, "The models have 0.1.")
+        if floor is None:
+            floor = self.default_floor or shape.train_length
         check_int("floor", floor, "Leave it out for the model's own.")
         self.strength, self.floor = strength, floor
 

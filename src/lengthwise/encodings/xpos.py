@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from lengthwise.encodings._rotary import PairLayout, turn
+from lengthwise.encodings._rotary import PairLayout, Waves, check_turned, turn
 from lengthwise.encodings.base import AttentionShape, Keys, Queries, State
 from lengthwise.encodings.rope import Rope
 from lengthwise.errors import check_number
@@ -45,19 +45,20 @@ class Xpos(Rope):
         return True
 
     def rotate(self, q: Queries, k: Keys, layout: TokenLayout, state: State | None = None) -> tuple[Tensor, Tensor]:
-        """Both turned by their positions, queries as they fall behind the middle raised, keys lowered."""
+        """Both turned by their positions; the further behind the middle, the smaller queries and the larger keys."""
+        check_turned(q, k, layout, self.shape)
         query, key = layout.query, layout.key
         self._check_span(query, q.dtype)
         dim = self.shape.head_dim
         pairs = torch.arange(0, dim, 2, dtype=torch.float32, device=query.device)
         rate = ((pairs + 0.4 * dim) / (1.4 * dim)).log() / self.decay
         middle = (query.amin(1, keepdim=True) + query.amax(1, keepdim=True)) // 2 if query.numel() else 0
-        raised, lowered = (
+        decayed, grown = (
             ((distance[..., None].float() * rate)[:, None]).exp() for distance in (query - middle, middle - key)
         )
-        return turn(q, self._scaled(query, raised), self.layout), turn(k, self._scaled(key, lowered), self.layout)
+        return turn(q, self._scaled(query, decayed), self.layout), turn(k, self._scaled(key, grown), self.layout)
 
-    def _scaled(self, positions: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    def _scaled(self, positions: Tensor, factor: Tensor) -> Waves:
         cos, sin = self.waves(positions, positions)
         return cos * factor, sin * factor
 
