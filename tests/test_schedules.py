@@ -102,8 +102,8 @@ def test_a_composition_is_its_parts_together(name):
     layer, x, layout = subject.layer(), subject.tokens(), subject.layout()
     parts = list(layer.encoding.parts.values())
     q, k, _ = layer.qkv(x)
-    state = [part.state(x, **part.own_qk(q, k)) for part in parts]
-    biases = [part.bias(x, layout, own, **part.own_qk(q, k)) for part, own in zip(parts, state, strict=True)]
+    state = [part.state(x, **part.own_qk("state", q, k)) for part in parts]
+    biases = [part.bias(x, layout, own, **part.own_qk("bias", q, k)) for part, own in zip(parts, state, strict=True)]
     dense = [bias.dense() for bias in biases if bias is not None]
     together, rescore = layer.described(x, layout)
     assert (together is None) == (not dense)
@@ -114,7 +114,7 @@ def test_a_composition_is_its_parts_together(name):
     turned = q, k
     for part, own in zip(parts, state, strict=True):
         turned = part.rotate(*turned, layout, own)
-    both = layer.encoding.rotate(q, k, layout, layer.encoding.state(x, **layer.encoding.own_qk(q, k)))
+    both = layer.encoding.rotate(q, k, layout, layer.encoding.state(x, **layer.encoding.own_qk("state", q, k)))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(both, turned, strict=True))
 
 

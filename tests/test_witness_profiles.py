@@ -112,8 +112,8 @@ def test_a_bias_of_profiles_is_its_papers_formula(witness, name, options, scene,
     )
     layout = lw.TokenLayout.of(torch.tensor(scene.query), torch.tensor(scene.key), causal=causal)
     own = slice(scene.keys - scene.queries, None)
-    state = encoding.state(x, **encoding.own_qk(q, k))
-    bias = encoding.bias(x[:, own], layout, state, **encoding.own_qk(q[:, :, own], k[:, :, own]))
+    state = encoding.state(x, **encoding.own_qk("state", q, k))
+    bias = encoding.bias(x[:, own], layout, state, **encoding.own_qk("bias", q[:, :, own], k[:, :, own]))
     of_distance = witness(encoding, numbers(x), numbers(q[:, :, own]), numbers(k), **options)
 
     def value(b, h, i, j):
@@ -139,8 +139,8 @@ def drawn(module):
 
 def attended(encoding, x, q, k, v, **options):
     layout = lw.layout(x.shape[1], causal=encoding.shape.causal)
-    qk = encoding.own_qk(q, k)
-    bias = encoding.bias(x, layout, encoding.state(x, **qk), **qk)
+    state = encoding.state(x, **encoding.own_qk("state", q, k))
+    bias = encoding.bias(x, layout, state, **encoding.own_qk("bias", q, k))
     return lw.attend(*encoding.rotate(q, k, layout), v, layout=layout, bias=bias, **options)
 
 

@@ -147,8 +147,8 @@ class Layer(nn.Module):
         )
         x = encoding.embed(x, layout)
         q, k, v = self.qkv(x)
-        qk = encoding.own_qk(q, k)
-        state = encoding.state(x, layout.query_mask, **qk)
+        own_qk = encoding.own_qk("bias", q, k)
+        state = encoding.state(x, layout.query_mask, **encoding.own_qk("state", q, k))
         new = {"k": k, "v": v} | {f"state {name}": value for name, value in (state or {}).items()}
         every = cache.append(new) if cache else new
         state = state and {name: every[f"state {name}"] for name in state}
@@ -158,7 +158,7 @@ class Layer(nn.Module):
             k,
             every["v"],
             layout=layout,
-            bias=encoding.bias(x, layout, state, **qk),
+            bias=encoding.bias(x, layout, state, **own_qk),
             rescore=encoding.rescore(x, layout, state),
             logit_scale=encoding.logit_scale(x, layout, window=window),
             sink=encoding.sink(x),
@@ -182,9 +182,9 @@ class Layer(nn.Module):
         """The bias and the rescore of some of the tokens as queries, and all of them as keys."""
         encoding, own = self.encoding, slice(x.shape[1] - layout.query_count, None)
         q, k, _ = self.qkv(x)
-        state = encoding.state(x, **encoding.own_qk(q, k))
+        state = encoding.state(x, **encoding.own_qk("state", q, k))
         rows = x[:, own] if state else x
-        bias = encoding.bias(rows, layout, state, **encoding.own_qk(q[:, :, own], k[:, :, own]))
+        bias = encoding.bias(rows, layout, state, **encoding.own_qk("bias", q[:, :, own], k[:, :, own]))
         return bias, encoding.rescore(rows, layout, state)
 
     def parts(
@@ -194,11 +194,11 @@ class Layer(nn.Module):
         encoding = self.encoding
         x = encoding.embed(x, layout)
         q, k, v = self.qkv(x)
-        qk = encoding.own_qk(q, k)
-        state = encoding.state(x, layout.query_mask, **qk)
+        own_qk = encoding.own_qk("bias", q, k)
+        state = encoding.state(x, layout.query_mask, **encoding.own_qk("state", q, k))
         q, k = encoding.rotate(q, k, layout, state)
         made: dict[str, Any] = {
-            "bias": encoding.bias(x, layout, state, **qk),
+            "bias": encoding.bias(x, layout, state, **own_qk),
             "rescore": encoding.rescore(x, layout, state),
             "logit_scale": encoding.logit_scale(x, layout),
             "sink": encoding.sink(x),
@@ -553,10 +553,10 @@ def _half_precision_error(subject: Subject, dtype: torch.dtype) -> float:
 
     def run(encoding: Encoding, backend: str, x: Tensor, *qkv: Tensor) -> Tensor:
         q, k, v = qkv
-        state = encoding.state(x, **encoding.own_qk(q, k))
+        state = encoding.state(x, **encoding.own_qk("state", q, k))
         own, q = x[:, -rows:] if state else x, q[:, :, -rows:]
         made: dict[str, Any] = {
-            "bias": encoding.bias(own, layout, state, **encoding.own_qk(q, k[:, :, -rows:])),
+            "bias": encoding.bias(own, layout, state, **encoding.own_qk("bias", q, k[:, :, -rows:])),
             "rescore": encoding.rescore(own, layout, state),
             "logit_scale": encoding.logit_scale(own, layout),
             "sink": encoding.sink(own),

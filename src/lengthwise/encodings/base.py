@@ -8,7 +8,7 @@ rescore(x, layout, state)      described, instead of the scores
 logit_scale(x, layout)         a factor on the scores of each row
 sink(x)                        a logit that takes weight and gives no value
 
-Where `uses_qk` says so, `state` and `bias` also get the queries and keys of the new tokens, before they are rotated.
+Those that `uses_qk` names, `state` or `bias`, also get the queries and keys of the new tokens, before they are rotated.
 """
 
 import inspect
@@ -78,8 +78,8 @@ class Encoding(nn.Module):
     them."""
     rescores_qk: ClassVar[bool] = False
     """Whether its rescore reads queries and keys themselves, not only the products of both."""
-    uses_qk: ClassVar[bool] = False
-    """Whether `state` and `bias` take the layer's own queries and keys, `q=` and `k=`, of the new tokens."""
+    uses_qk: ClassVar[tuple[Hook, ...]] = ()
+    """Which of `state` and `bias` take the layer's own queries and keys, `q=` and `k=`, of the new tokens."""
     tables: tuple[str, ...] = ()
     """Its learned tables by name: each entry is a number of its own, which weight decay would only pull to 0."""
 
@@ -138,9 +138,9 @@ class Encoding(nn.Module):
         """A logit per head, or per row, that takes weight and gives no value."""
         return None
 
-    def own_qk(self, q: Tensor, k: Tensor) -> dict[str, Tensor]:
-        """The keywords by which `state` and `bias` get the layer's queries and keys, if they use them."""
-        return {"q": q, "k": k} if self.uses_qk else {}
+    def own_qk(self, hook: Hook, q: Tensor, k: Tensor) -> dict[str, Tensor]:
+        """The keywords by which a hook gets the layer's queries and keys, if it uses them."""
+        return {"q": q, "k": k} if hook in self.uses_qk else {}
 
     @property
     def limit(self) -> int | None:
@@ -215,16 +215,16 @@ def checked_count(x: Tokens, positions: Int[Tensor, "#batch position"], of: str)
         raise ValueError(f"the layout must be of x's {x.shape[0]} sequences, or of 1 for all, got {positions.shape[0]}")
 
 
-def checked_heads(
-    name: str, x: Tensor | None, shape: AttentionShape, count: int
-) -> Float[Tensor, "batch head token dim"]:
-    """The layer's queries or keys, or an error unless there are so many."""
+def every_head(name: str, x: Tensor | None, shape: AttentionShape, count: int) -> Float[Tensor, "batch head token dim"]:
+    """The layer's queries or keys, one for every head of the queries, in float32 or better; an error unless there are
+    `count` of them."""
     axes = ("batch", "head", count, shape.head_dim)
-    check_tensor(name, x, axes, "floating-point", "Give the layer's own: **encoding.own_qk(q, k).")
+    check_tensor(name, x, axes, "floating-point", "Give the layer's own: q=q, k=k.")
     assert x is not None
     if x.shape[1] == 0 or shape.heads % x.shape[1]:
         raise ValueError(f"{name} must have {shape.heads} heads, or as many as divide that, got {x.shape[1]}")
-    return x
+    own = at_least_float32(x)
+    return own if own.shape[1] == shape.heads else own.repeat_interleave(shape.heads // own.shape[1], 1)
 
 
 def query_tokens(x: Tokens, layout: TokenLayout) -> Tokens:

@@ -91,7 +91,7 @@ class Composition(Encoding):
         k: Tensor | None = None,
     ) -> State | None:
         """The states of all parts, each name behind that of its part."""
-        states = {name: part.state(x, key_mask, **_own_qk(part, q, k)) or {} for name, part in self._parts()}
+        states = {name: part.state(x, key_mask, **_own_qk(part, "state", q, k)) or {} for name, part in self._parts()}
         return {f"{name}.{key}": value for name, own in states.items() for key, value in own.items()} or None
 
     def rotate(self, q: Queries, k: Keys, layout: TokenLayout, state: State | None = None) -> tuple[Tensor, Tensor]:
@@ -110,7 +110,7 @@ class Composition(Encoding):
         k: Tensor | None = None,
     ) -> Bias | None:
         """The sum of the biases of all parts."""
-        every = [part.bias(x, layout, _own(state, name), **_own_qk(part, q, k)) for name, part in self._parts()]
+        every = [part.bias(x, layout, _own(state, name), **_own_qk(part, "bias", q, k)) for name, part in self._parts()]
         terms = tuple(bias for bias in every if bias is not None)
         return SumBias(terms) if len(terms) > 1 else terms[0] if terms else None
 
@@ -188,7 +188,7 @@ def compose(names: tuple[str, ...], members: tuple[type[Encoding], ...]) -> type
         "paper": "; ".join(dict.fromkeys(member.paper for member in members)),
         "two_sided": all(member.two_sided for member in members),
         "turns_last": any(member.turns_last for member in members),
-        "uses_qk": any(member.uses_qk for member in members),
+        "uses_qk": tuple(dict.fromkeys(hook for member in members for hook in member.uses_qk)),
     }
     return type(name, (Composition,), facts)
 
@@ -205,8 +205,8 @@ def _own(state: State | None, part: str) -> State | None:
     return own or None
 
 
-def _own_qk(part: Encoding, q: Tensor | None, k: Tensor | None) -> dict[str, Tensor]:
-    return {} if q is None or k is None else part.own_qk(q, k)
+def _own_qk(part: Encoding, hook: Hook, q: Tensor | None, k: Tensor | None) -> dict[str, Tensor]:
+    return {} if q is None or k is None else part.own_qk(hook, q, k)
 
 
 def _joined(join: Callable[[Tensor, Tensor], Tensor], every: Sequence[Tensor | None]) -> Tensor | None:

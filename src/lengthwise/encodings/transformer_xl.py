@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lengthwise.bias import QueryDistanceBias, at_least_float32, without_autocast
 from lengthwise.encodings._queries import QueryEncoding
 from lengthwise.encodings._table_cache import TableCache, is_decoding, table_reach
-from lengthwise.encodings.base import AttentionShape, Keys, Queries, State, Tokens, checked_heads, reset_linear
+from lengthwise.encodings.base import AttentionShape, Keys, Queries, State, Tokens, reset_linear
 from lengthwise.errors import check_int
 from lengthwise.token_layout import TokenLayout
 
@@ -46,8 +46,7 @@ class TransformerXL(QueryEncoding):
 
     def rotate(self, q: Queries, k: Keys, layout: TokenLayout, state: State | None = None) -> tuple[Tensor, Tensor]:
         """Queries with u added, and keys as they are."""
-        checked_heads("q", q, self.shape, layout.query_count)
-        return (at_least_float32(q) + self.content_query[:, None]).to(q.dtype), k
+        return (self.queries(q, layout) + self.content_query[:, None]).to(q.dtype), k
 
     def bias(
         self,

@@ -137,8 +137,8 @@ class LengthwiseAttention(nn.Module):
         """What attention adds to the tokens, and its weights if they were asked for."""
         encoding = encoding or self.encoding
         q, k, v = self.project(x)
-        qk = encoding.own_qk(q, k)
-        state = encoding.state(x, layout.query_mask, **qk)
+        own_qk = encoding.own_qk("bias", q, k)
+        state = encoding.state(x, layout.query_mask, **encoding.own_qk("state", q, k))
         # Keys are cached as they meet queries, unless that changes as the sequence grows.
         rotates, late = encoding.overrides("rotate"), encoding.rotates_late
         if rotates and not late:
@@ -153,7 +153,7 @@ class LengthwiseAttention(nn.Module):
         if rotates and late:
             q, k = self.turn(encoding, q, k, layout, state)
         if bias is None:
-            bias = encoding.bias(x, layout, state, **qk)
+            bias = encoding.bias(x, layout, state, **own_qk)
         if added is not None:
             bias = added if bias is None else SumBias((bias, added))
         own = {} if self.window is None else {"window": self.window}
