@@ -86,7 +86,7 @@ class Ministral3Scale(_Floored):
 class LogFloor(_Floored):
     """A smooth rise from the training length on."""
 
-    paper = "Inkling 2026 (transformers)"
+    paper = "Thinking Machines 2026, the model Inkling"
 
     def factor(self, seen: Tensor) -> Tensor:
         """1 + strength log(max(n / floor, 1))."""

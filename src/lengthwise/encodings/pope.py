@@ -6,7 +6,8 @@ angle.
 
 with a frequency for every channel, f[c] = base ** (-c / head_dim), and learned delta in [-2 pi, 0], from 0. q and k
 become twice as wide, so q.k costs twice as much; values and the cache do not grow, since keys are cached before. The
-scale is the model's, 1 / sqrt(head_dim): the paper does not print its own. There is no authors' code.
+scale is the model's, 1 / sqrt(head_dim): the paper does not print its own. Give it to `attend` as scale=, which else
+takes the doubled width. There is no authors' code.
 """
 
 import math

@@ -5,7 +5,7 @@
 so that their product depends on the distance alone. `turning` is head_dim, or the first `part` of it: the channels
 behind do not turn (GPT-J, GPT-NeoX). That is not the rule "proportional", whose exponents run over all of head_dim.
 
-`scaling` stretches the frequencies beyond the training length, e.g. {"type": "yarn", "factor": 8}; see
+`scaling` stretches the frequencies beyond the training length, e.g. {"type": "yarn", "factor": 8}; its rules are in
 _rope_scaling.py. `resonance` then rounds every wavelength, 2 pi / frequency, to whole tokens (Wang et al. 2024, arXiv
 2403.00071), so that each pair repeats its angles exactly. Angles are float32 whatever the dtype of q and k.
 """

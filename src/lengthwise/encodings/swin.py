@@ -4,7 +4,8 @@
 
 for a grid of rows x columns tokens, beyond which it has no answer. Positions have rows and columns, or are counted
 along the rows. A cell's code, row * (2 columns - 1) + column, makes one number of both: differences of codes tell all
-offsets apart, so that it is a table of distances (a function of codes where positions are counted). Two-sided.
+offsets apart, so that it is a table of distances where positions have rows and columns, in the CPU kernel. Where they
+are counted it is a function of the codes, tile by tile. Two-sided.
 """
 
 import torch
@@ -21,7 +22,7 @@ class Swin(Encoding):
     """A table of all offsets within a window of patches."""
 
     paper = "Liu et al. 2021, arXiv 2103.14030"
-    kind = DistanceBias
+    kind = FunctionBias
     context_free = True
     tables = ("table",)
 
