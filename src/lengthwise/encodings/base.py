@@ -78,6 +78,8 @@ class Encoding(nn.Module):
     them."""
     rescores_qk: ClassVar[bool] = False
     """Whether its rescore reads queries and keys themselves, not only the products of both."""
+    replaces_content: ClassVar[bool] = False
+    """Whether its rescore does without the products of queries and keys, and so without a model's scale and softcap."""
     uses_qk: ClassVar[tuple[Hook, ...]] = ()
     """Which of `state` and `bias` take the layer's own queries and keys, `q=` and `k=`, of the new tokens."""
     tables: tuple[str, ...] = ()

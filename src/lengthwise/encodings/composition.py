@@ -188,6 +188,7 @@ def compose(names: tuple[str, ...], members: tuple[type[Encoding], ...]) -> type
         "paper": "; ".join(dict.fromkeys(member.paper for member in members)),
         "two_sided": all(member.two_sided for member in members),
         "turns_last": any(member.turns_last for member in members),
+        "replaces_content": any(member.replaces_content for member in members),
         "uses_qk": tuple(dict.fromkeys(hook for member in members for hook in member.uses_qk)),
     }
     return type(name, (Composition,), facts)

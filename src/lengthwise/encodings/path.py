@@ -8,8 +8,8 @@ blocks of keys: the products of a block are one triangular system. It is a resco
 the cost of attention itself several times over. A contraction cannot be undone, so no rotation of q and k gives it.
 
 The state is what enters the convolution and beta, head_dim + 1 numbers per token and head; keys are cached as they are,
-where the authors rewrite all cached keys at every new token. scale is 1 / sqrt(head_dim). Causal only. With a forget
-gate it is `path+fox`.
+where the authors rewrite all cached keys at every new token. scale is 1 / sqrt(head_dim), whatever the model's. Causal
+only. With a forget gate it is `path+fox`.
 """
 
 import torch
@@ -43,6 +43,7 @@ class Path(Encoding):
 
     paper = "Yang et al. 2025, arXiv 2505.16381"
     rescores_qk = True
+    replaces_content = True
     two_sided = False
     windowed = False
     tables = ("taps",)
