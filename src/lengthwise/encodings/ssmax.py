@@ -4,7 +4,7 @@
 
 so that the largest weight does not fade as sequences grow. s is learned per head and starts at 1 / mean(log n) over the
 training length (0.168 at 1,024), which makes the mean factor 1. n counts real tokens of the query's own document,
-in a window at most the window. Beside a bias or another encoding it is `alibi+ssmax`; the paper warns of the offset.
+and those of the window alone. Beside a bias or another encoding it is `alibi+ssmax`; the paper warns of the offset.
 """
 
 import math
@@ -50,11 +50,9 @@ class SsMax(Encoding):
         self, x: Tokens, layout: TokenLayout, *, window: Window | None = None
     ) -> Float[Tensor, "#batch head query"]:
         """s log n, and the offset."""
-        seen = layout.visible_counts()
-        if window is not None:
-            if not isinstance(window, int):
-                raise NotImplementedError(f"ssmax counts the keys of a window that is an int, got {window}")
-            seen = seen.clamp(max=window)
+        if window is not None and not isinstance(window, int):
+            raise NotImplementedError(f"ssmax counts the keys of a window that is an int, got {window}")
+        seen = layout.visible_counts(window)
         scale = at_least_float32(self.scale)[None, :, None]
         factor = scale * seen.to(scale.dtype).log()
         return factor if self.offset is None else factor + at_least_float32(self.offset)[None, :, None]
