@@ -310,6 +310,7 @@ def test_a_checkpoint_gets_a_schedule_and_keeps_its_other_weights():
         ({"layers": "path+fox,none", "softcap": 30.0}, "can have neither scale nor softcap, got"),
         ({"layers": "none", "encoding": "rope"}, "short for layers that are all alike"),
         ({"layers": "t5,kerple", "share_encoding": True}, "share_encoding needs layers with one encoding"),
+        ({"layers": "stick-breaking+ssmax"}, "no other part can scale or take any, got 'ssmax'"),
         ({"layers": "pope+rope,none"}, "'pope' must be the last part that turns queries and keys"),
         ({"layers": "carope+xpos,none"}, "'carope' must be the last part that turns queries and keys"),
         ({"layers": "carope+cope,none"}, "'cope' reads queries and keys themselves, and after 'carope' only"),

@@ -172,6 +172,18 @@ def compose(names: tuple[str, ...], members: tuple[type[Encoding], ...]) -> type
             f"at most one part of a composition can replace the scores, got {' and '.join(map(repr, rescores))} in "
             f"{name!r}"
         )
+    # Who replaces the scores and has a sink, as stick-breaking does, gives logarithms of weights that sum to 1 with it.
+    whole = [own for own, member in parts if member.overrides("rescore") and member.overrides("sink")]
+    changing = [
+        own
+        for own, member in parts
+        if own not in whole and (member.overrides("logit_scale") or member.overrides("sink"))
+    ]
+    if whole and changing:
+        raise ValueError(
+            f"{whole[0]!r} gives whole weights, of which no other part can scale or take any, got {changing[0]!r} in "
+            f"{name!r}"
+        )
     turning = [(own, member) for own, member in parts if member.overrides("rotate")]
     last = [own for own, member in turning if member.turns_last]
     if last and last != [turning[-1][0]]:

@@ -5,8 +5,8 @@
 Recency comes from the order alone, and what is left of the stick goes nowhere. A query does not see itself, unless
 `attend_current`. It is a softmax with a sink: log weight as the score, and log of the rest r[i] as the sink. The sink
 must not depend on the row, so both are raised by -log r[i], where the sink is 0; where r is below the rounding of 1 its
-exact size cannot matter, and the raise stops. Causal only. Sums are float64, and rows are rescored whole, in plain
-matrices block by block: tens of times as slow as a fused kernel.
+exact size cannot matter, and the raise stops. So it goes with no other sink and no logit scale. Causal only. Sums are
+float64, and rows are rescored whole, in plain matrices block by block: tens of times as slow as a fused kernel.
 """
 
 import math
