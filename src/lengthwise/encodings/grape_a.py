@@ -16,17 +16,7 @@ from torch import Tensor, nn
 
 from lengthwise.bias import FunctionBias, Index, at_least_float32, registered
 from lengthwise.encodings.alibi import interleaved_slopes
-from lengthwise.encodings.base import (
-    AttentionShape,
-    Encoding,
-    Keys,
-    Queries,
-    State,
-    Tokens,
-    checked_state,
-    every_head,
-    masked_tokens,
-)
+from lengthwise.encodings.base import AttentionShape, Encoding, State, Tokens, checked_state, every_head, masked_tokens
 from lengthwise.encodings.grape_m import PAPER
 from lengthwise.token_layout import TokenLayout
 
@@ -57,8 +47,8 @@ class GrapeA(Encoding):
         x: Tokens,
         key_mask: Bool[Tensor, "#batch position"] | None = None,
         *,
-        q: Queries | None = None,
-        k: Keys | None = None,
+        q: Tensor | None = None,
+        k: Tensor | None = None,
     ) -> State:
         """softplus(u . k / sqrt(head_dim)); 0 for masked tokens."""
         key = every_head("k", k, self.shape, x.shape[1])
@@ -70,8 +60,8 @@ class GrapeA(Encoding):
         layout: TokenLayout,
         state: State | None = None,
         *,
-        q: Queries | None = None,
-        k: Keys | None = None,
+        q: Tensor | None = None,
+        k: Tensor | None = None,
     ) -> FunctionBias:
         """Distance times the sum of the slopes of query and key."""
         own = self.state(x, q=q, k=k) if state is None else state
