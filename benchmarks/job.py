@@ -73,9 +73,9 @@ def adapter() -> Adapter:
         return Adapter(
             place=lambda rows, keys: lw.layout(rows, past=keys - rows),
             rotate=lambda encoding, q, k, layout, state: encoding.rotate(q, k, layout, state),
-            state=lambda encoding, x, q, k: encoding.state(x, **_own_qk(encoding, q, k)),
+            state=lambda encoding, x, q, k: encoding.state(x, **_own_qk(encoding, "state", q, k)),
             described=lambda encoding, x, layout, state, q, k: {
-                "bias": encoding.bias(x, layout, state, **_own_qk(encoding, q, k)),
+                "bias": encoding.bias(x, layout, state, **_own_qk(encoding, "bias", q, k)),
                 "rescore": encoding.rescore(x, layout, state),
             },
             attend=lambda q, k, v, layout, **given: lw.attend(q, k, v, layout=layout, **given),
@@ -92,9 +92,9 @@ def adapter() -> Adapter:
     )
 
 
-def _own_qk(encoding: nn.Module, q: Tensor, k: Tensor) -> dict[str, Tensor]:
-    """What hooks get beside tokens, where the revision has it."""
-    return encoding.own_qk(q, k) if hasattr(encoding, "own_qk") else {}
+def _own_qk(encoding: nn.Module, hook: str, q: Tensor, k: Tensor) -> dict[str, Tensor]:
+    """What a hook gets beside tokens, where the revision has it."""
+    return encoding.own_qk(hook, q, k) if hasattr(encoding, "own_qk") else {}
 
 
 class Job:

@@ -31,7 +31,7 @@ def test_sizes_are_whole_numbers_from_1_on(size, value):
 
 
 def test_no_head_dim_means_width_over_heads():
-    assert make(head_dim=None).geometry.head_dim == 3
+    assert make(head_dim=None).shape.head_dim == 3
 
 
 MAKE = {
@@ -135,9 +135,10 @@ class Nameless(lw.Encoding):
         ("alibi", lw.ENCODINGS["rope"], ValueError, ["'alibi'", "already"]),
         ("", lw.ENCODINGS["rope"], TypeError, ["name", "''"]),
         (3, lw.ENCODINGS["rope"], TypeError, ["name", "3"]),
+        ("rope:512", lw.ENCODINGS["rope"], TypeError, ["without any of", "'rope:512'"]),
         ("mine", Nameless, TypeError, ["Nameless", "paper"]),
     ],
-    ids=["no encoding", "a name", "an object", "a taken name", "no name", "a number", "no paper"],
+    ids=["no encoding", "a name", "an object", "a taken name", "no name", "a number", "a window", "no paper"],
 )
 def test_register_refuses_and_changes_nothing(name, encoding, error, phrases):
     before = dict(lw.ENCODINGS)

@@ -15,6 +15,7 @@ import lengthwise as lw
 from lengthwise.attention import BACKENDS, info
 from lengthwise.cli import COMMANDS, evaluate_parser, main, study_parser, train_parser
 from lengthwise.data import load_tokenizer
+from lengthwise.encodings.catalogue import page
 from lengthwise.errors import UserError
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 
@@ -33,13 +34,26 @@ def test_encodings_prints_a_row_for_every_encoding(capsys):
 @pytest.mark.parametrize("name", ["alibi", "kerple+dapev2", "rope"])
 def test_one_encoding_has_a_page_with_its_formula_options_and_cost(name, capsys):
     main(["encodings", name])
-    page = capsys.readouterr().out
-    assert page.startswith(f"{name}: ")
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{name}: ")
     for line in ("options  ", "hooks  ", "cost  ", "paper  ", "two-sided  "):
-        assert line.strip() in page
+        assert line.strip() in printed
     with pytest.raises(SystemExit):
         main(["encodings", "no-such"])
     assert "no-such" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "facts"),
+    [
+        ("rope+path", ["queries and keys; Replacing the scores", "block of rows by block", "window     none"]),
+        ("rope+alibi", ["Added to the scores, by distance alone", "in the CPU kernel", "window     any"]),
+        ("grape-a+t5", ["a function of the pair"]),
+        ("rope+ssmax", ["no chunks or bands", "attention without a bias"]),
+    ],
+)
+def test_the_page_of_a_composition_is_true_of_its_parts(name, facts):
+    assert all(fact in page(name) for fact in facts)
 
 
 def test_info_tells_for_every_backend_what_works_and_why_the_rest_does_not(capsys):

@@ -107,7 +107,8 @@ def test_positions_that_do_not_fit_are_refused():
     cells, x = lw.TokenLayout.of(CELLS, causal=False), torch.zeros(1, TOKENS, WIDTH)
     q, k = queries_and_keys()
     sizes = {"heads": HEADS, "width": WIDTH, "causal": False}
-    assert_refuses(lambda: lw.make("rope", **sizes).rotate(q, k, cells), ValueError, "axial-rope", "2)")
+    for encoding in (lw.make("rope", **sizes), lw.make("xpos", **sizes | {"causal": True})):
+        assert_refuses(lambda encoding=encoding: encoding.rotate(q, k, cells), ValueError, "axial-rope", "2)")
     assert_refuses(lambda: lw.make("kerple", **sizes).bias(x, cells), ValueError, "swin", "2)")
     cubes = lw.TokenLayout.of(torch.zeros(1, TOKENS, 3, dtype=torch.long), causal=False)
     assert_refuses(lambda: lw.make("axial-rope", **sizes).rotate(q, k, cubes), ValueError, "rows and columns", "3)")

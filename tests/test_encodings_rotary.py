@@ -302,6 +302,25 @@ def test_selective_rope_is_its_authors_pipeline_of_convolution_and_cumulative_su
     assert ((got - expected).abs() <= size.detach() * 1e-5).all()
 
 
+@pytest.mark.parametrize("name", ["carope", "selective-rope", "grape-m-ctx"])
+def test_angles_that_are_sums_are_the_same_on_a_device_without_float64(name, monkeypatch):
+    length = 64
+    encoding, layout, (q, k) = rotary(name), lw.layout(length), queries_and_keys(length)
+    state = encoding.state(tokens(length))
+
+    def met():
+        turned = encoding.rotate(q, k, layout, state)
+        return (turned[0] @ turned[1].mT).detach()
+
+    wanted = met()
+    for module in ("bias", "encodings.grape_m"):
+        monkeypatch.setattr(f"lengthwise.{module}.has_float64", lambda device: False)
+    # No token turns a pair by more than a few radians, each rounded to float32 as is the sum; the angle enters twice.
+    most = 4 * length
+    size = q.norm(dim=-1)[..., None] * k.norm(dim=-1)[..., None, :]
+    assert ((met() - wanted).abs() <= size * 2 * 2 * most * EPS32).all()
+
+
 @pytest.mark.parametrize("name", ["carope", "repo", "selective-rope", "grape-m-ctx"])
 def test_a_rotation_by_state_says_what_it_needs(name):
     encoding, layout = rotary(name), lw.layout(LENGTH)
@@ -322,6 +341,7 @@ def test_a_rotation_by_state_says_what_it_needs(name):
         ("fope", {"sine_of_rest": 2}, ["sine_of_rest", "2"]),
         ("selective-rope", {"rank": 0}, ["rank", "0"]),
         ("xpos", {"decay": -1.0}, ["decay", "-1"]),
+        ("llama4-scale", {"floor": 0}, ["floor", "0"]),
     ],
 )
 def test_options_that_cannot_be_are_refused(name, options, phrases):

@@ -70,6 +70,14 @@ def test_ssmax_counts_what_a_window_shows_and_adds_its_offset():
     got = encoding.logit_scale(torch.zeros(1, 5, 2), lw.layout(5), window=3)
     expected = torch.tensor([1, 2, 3, 3, 3]).log() + 0.25
     assert_same(got.detach(), expected.expand(1, 2, -1), roundings=2)
+    padded, two = torch.tensor([[False, True, True, True, True]]), torch.tensor([[0, 0, 0, 1, 1]])
+    for layout, seen in (
+        (lw.layout(5, causal=False), [2, 3, 3, 3, 2]),
+        (lw.layout(5, causal=False, key_mask=padded), [2, 2, 3, 3, 2]),
+        (lw.layout(5, causal=False, documents=two), [2, 3, 2, 2, 2]),
+    ):
+        got = encoding.logit_scale(torch.zeros(1, 5, 2), layout, window=2)[:, :, 1:]
+        assert_same(got.detach(), torch.tensor(seen[1:]).log().add(0.25).expand(1, 2, -1), roundings=2)
     bands = lambda: encoding.logit_scale(torch.zeros(1, 5, 2), lw.layout(5), window=lw.Band(1, 3))  # noqa: E731
     assert_refuses(bands, NotImplementedError, "int", "Band")
 
@@ -271,4 +279,4 @@ def test_grape_a_is_its_formula_and_alibi_where_nothing_is_said():
     silent = fresh.bias(x.float(), layout, q=0 * q.float(), k=0 * k.float()).dense()
     alibi = lw.make("alibi", heads=HEADS, width=WIDTH, slopes="interleaved").bias(x, layout).dense()
     assert_same(silent.detach(), 2 * math.log(2) * alibi.expand_as(silent), roundings=8)
-    assert_refuses(lambda: fresh.state(x), ValueError, "q=q, k=k")
+    assert_refuses(lambda: fresh.state(x), TypeError, "k must be", "None", "q=q, k=k")

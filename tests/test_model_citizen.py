@@ -349,7 +349,7 @@ def test_the_bias_of_a_model_loaded_in_half_precision_is_that_of_a_fresh_one_to_
     x, layout = torch.randn(2, LENGTH, 24).bfloat16(), lw.layout(LENGTH)
     q, k = torch.randn(2, 2, 3, LENGTH, 8).bfloat16()
     encodings = [m.transformer.h[0].attn.encoding for m in (model, half)]
-    ours, theirs = (encoding.bias(x, layout, **encoding.own_qk(q, k)).dense() for encoding in encodings)
+    ours, theirs = (encoding.bias(x, layout, **encoding.own_qk("bias", q, k)).dense() for encoding in encodings)
     assert torch.equal(ours, theirs)
     assert half(tokens()).logits.isfinite().all()
     fresh = LengthwiseForCausalLM._from_config(make_config(case), dtype=torch.bfloat16)

@@ -102,8 +102,8 @@ def test_a_composition_is_its_parts_together(name):
     layer, x, layout = subject.layer(), subject.tokens(), subject.layout()
     parts = list(layer.encoding.parts.values())
     q, k, _ = layer.qkv(x)
-    state = [part.state(x, **part.own_qk(q, k)) for part in parts]
-    biases = [part.bias(x, layout, own, **part.own_qk(q, k)) for part, own in zip(parts, state, strict=True)]
+    state = [part.state(x, **part.own_qk("state", q, k)) for part in parts]
+    biases = [part.bias(x, layout, own, **part.own_qk("bias", q, k)) for part, own in zip(parts, state, strict=True)]
     dense = [bias.dense() for bias in biases if bias is not None]
     together, rescore = layer.described(x, layout)
     assert (together is None) == (not dense)
@@ -114,7 +114,7 @@ def test_a_composition_is_its_parts_together(name):
     turned = q, k
     for part, own in zip(parts, state, strict=True):
         turned = part.rotate(*turned, layout, own)
-    both = layer.encoding.rotate(q, k, layout, layer.encoding.state(x, **layer.encoding.own_qk(q, k)))
+    both = layer.encoding.rotate(q, k, layout, layer.encoding.state(x, **layer.encoding.own_qk("state", q, k)))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(both, turned, strict=True))
 
 
@@ -304,8 +304,13 @@ def test_a_checkpoint_gets_a_schedule_and_keeps_its_other_weights():
         ({"layers": "learned,none"}, "must stand in `embed` or alike in every layer"),
         ({"layers": "learned,learned+rope", "embed": "learned"}, "must stand in `embed` or alike in every layer"),
         ({"layers": "none", "embed": "rope"}, "embed must be an encoding that acts as tokens enter"),
+        ({"layers": "none", "embed": "learned:8"}, "must have no window, got 'learned:8'"),
+        ({"layers": "none", "embed": {"encoding": 3}}, "encoding must be a name, got 3"),
+        ({"layers": "rope:chunk0"}, "chunk must be a positive int, got 0"),
+        ({"layers": "path+fox,none", "softcap": 30.0}, "can have neither scale nor softcap, got"),
         ({"layers": "none", "encoding": "rope"}, "short for layers that are all alike"),
         ({"layers": "t5,kerple", "share_encoding": True}, "share_encoding needs layers with one encoding"),
+        ({"layers": "stick-breaking+ssmax"}, "no other part can scale or take any, got 'ssmax'"),
         ({"layers": "pope+rope,none"}, "'pope' must be the last part that turns queries and keys"),
         ({"layers": "carope+xpos,none"}, "'carope' must be the last part that turns queries and keys"),
         ({"layers": "carope+cope,none"}, "'cope' reads queries and keys themselves, and after 'carope' only"),

@@ -35,7 +35,7 @@ def of_heads(layer, vector):
 
 def shaw(encoding, x, q, k, reach=16):
     table = numbers(encoding.table)
-    first = 0 if encoding.geometry.causal else -reach
+    first = 0 if encoding.shape.causal else -reach
 
     def value(b, h, i, j, distance):
         return dot(q[b][h][i], table[min(max(distance, first), reach) - first]) / math.sqrt(DIM)
@@ -62,7 +62,7 @@ def transformer_xl(encoding, x, q, k, reach=math.inf):
 def inkling(encoding, x, q, k, extent=1024):
     curves = transposed(numbers(encoding.profiles))
     rows = [[of_heads(encoding.to_rows, token) for token in sequence] for sequence in x]
-    first = 0 if encoding.geometry.causal else 1 - extent
+    first = 0 if encoding.shape.causal else 1 - extent
 
     def value(b, h, i, j, distance):
         if not first <= distance < extent:
@@ -112,8 +112,8 @@ def test_a_bias_of_profiles_is_its_papers_formula(witness, name, options, scene,
     )
     layout = lw.TokenLayout.of(torch.tensor(scene.query), torch.tensor(scene.key), causal=causal)
     own = slice(scene.keys - scene.queries, None)
-    state = encoding.state(x, **encoding.own_qk(q, k))
-    bias = encoding.bias(x[:, own], layout, state, **encoding.own_qk(q[:, :, own], k[:, :, own]))
+    state = encoding.state(x, **encoding.own_qk("state", q, k))
+    bias = encoding.bias(x[:, own], layout, state, **encoding.own_qk("bias", q[:, :, own], k[:, :, own]))
     of_distance = witness(encoding, numbers(x), numbers(q[:, :, own]), numbers(k), **options)
 
     def value(b, h, i, j):
@@ -138,9 +138,9 @@ def drawn(module):
 
 
 def attended(encoding, x, q, k, v, **options):
-    layout = lw.layout(x.shape[1], causal=encoding.geometry.causal)
-    qk = encoding.own_qk(q, k)
-    bias = encoding.bias(x, layout, encoding.state(x, **qk), **qk)
+    layout = lw.layout(x.shape[1], causal=encoding.shape.causal)
+    state = encoding.state(x, **encoding.own_qk("state", q, k))
+    bias = encoding.bias(x, layout, state, **encoding.own_qk("bias", q, k))
     return lw.attend(*encoding.rotate(q, k, layout), v, layout=layout, bias=bias, **options)
 
 

@@ -55,7 +55,7 @@ class Scene:
 
     def bias(self, encoding, *, with_state: bool):
         """Asked as a cached decoder asks, new tokens and the state of all; or with all tokens and no state."""
-        x, causal = self.tokens(), encoding.geometry.causal
+        x, causal = self.tokens(), encoding.shape.causal
         layout = lw.TokenLayout.of(torch.tensor(self.query), torch.tensor(self.key), causal=causal)
         if with_state:
             return encoding.bias(x[:, -self.queries :], layout, encoding.state(x, self.key_mask()))

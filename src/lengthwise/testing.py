@@ -68,10 +68,10 @@ class Subject:
 
     def encoding(self) -> Encoding:
         """The encoding at its initial parameters, the same every time."""
-        geometry = AttentionShape(self.heads, self.width, self.head_dim, self.train_length, self.causal)
+        shape = AttentionShape(self.heads, self.width, self.head_dim, self.train_length, self.causal)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return build(self.name, geometry, self.options)
+            return build(self.name, shape, self.options)
 
     def layer(self) -> "Layer":
         """A layer with this encoding and loud weights, the same every time."""
@@ -116,9 +116,9 @@ class Layer(nn.Module):
 
     def __init__(self, encoding: Encoding, backend: str = "reference") -> None:
         super().__init__()
-        g = encoding.geometry
+        shape = encoding.shape
         self.encoding, self.backend = encoding, backend
-        self.to_qkv = nn.Linear(g.width, 3 * g.heads * g.head_dim)
+        self.to_qkv = nn.Linear(shape.width, 3 * shape.heads * shape.head_dim)
         for parameter in self.to_qkv.parameters():
             nn.init.zeros_(parameter)
 
@@ -143,12 +143,12 @@ class Layer(nn.Module):
             key_mask=key_mask if key_mask is None else F.pad(key_mask, (0, room)),
             documents=documents if documents is None else F.pad(documents, (0, room), value=-1),
             start=start,
-            causal=encoding.geometry.causal,
+            causal=encoding.shape.causal,
         )
         x = encoding.embed(x, layout)
         q, k, v = self.qkv(x)
-        qk = encoding.own_qk(q, k)
-        state = encoding.state(x, layout.query_mask, **qk)
+        own_qk = encoding.own_qk("bias", q, k)
+        state = encoding.state(x, layout.query_mask, **encoding.own_qk("state", q, k))
         new = {"k": k, "v": v} | {f"state {name}": value for name, value in (state or {}).items()}
         every = cache.append(new) if cache else new
         state = state and {name: every[f"state {name}"] for name in state}
@@ -158,7 +158,7 @@ class Layer(nn.Module):
             k,
             every["v"],
             layout=layout,
-            bias=encoding.bias(x, layout, state, **qk),
+            bias=encoding.bias(x, layout, state, **own_qk),
             rescore=encoding.rescore(x, layout, state),
             logit_scale=encoding.logit_scale(x, layout, window=window),
             sink=encoding.sink(x),
@@ -171,20 +171,20 @@ class Layer(nn.Module):
     @property
     def scale(self) -> float:
         """1 / sqrt(head_dim), also where an encoding makes keys wider."""
-        return float(self.encoding.geometry.head_dim**-0.5)
+        return float(self.encoding.shape.head_dim**-0.5)
 
     def qkv(self, x: Float[Tensor, "batch query width"]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, (batch, head, position, dim)."""
-        q, k, v = self.to_qkv(x).unflatten(-1, (3, self.encoding.geometry.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.to_qkv(x).unflatten(-1, (3, self.encoding.shape.heads, -1)).permute(2, 0, 3, 1, 4)
         return q, k, v
 
     def described(self, x: Float[Tensor, "batch key width"], layout: TokenLayout) -> tuple[Bias | None, Rescore | None]:
         """The bias and the rescore of some of the tokens as queries, and all of them as keys."""
         encoding, own = self.encoding, slice(x.shape[1] - layout.query_count, None)
         q, k, _ = self.qkv(x)
-        state = encoding.state(x, **encoding.own_qk(q, k))
+        state = encoding.state(x, **encoding.own_qk("state", q, k))
         rows = x[:, own] if state else x
-        bias = encoding.bias(rows, layout, state, **encoding.own_qk(q[:, :, own], k[:, :, own]))
+        bias = encoding.bias(rows, layout, state, **encoding.own_qk("bias", q[:, :, own], k[:, :, own]))
         return bias, encoding.rescore(rows, layout, state)
 
     def parts(
@@ -194,11 +194,11 @@ class Layer(nn.Module):
         encoding = self.encoding
         x = encoding.embed(x, layout)
         q, k, v = self.qkv(x)
-        qk = encoding.own_qk(q, k)
-        state = encoding.state(x, layout.query_mask, **qk)
+        own_qk = encoding.own_qk("bias", q, k)
+        state = encoding.state(x, layout.query_mask, **encoding.own_qk("state", q, k))
         q, k = encoding.rotate(q, k, layout, state)
         made: dict[str, Any] = {
-            "bias": encoding.bias(x, layout, state, **qk),
+            "bias": encoding.bias(x, layout, state, **own_qk),
             "rescore": encoding.rescore(x, layout, state),
             "logit_scale": encoding.logit_scale(x, layout),
             "sink": encoding.sink(x),
@@ -553,10 +553,10 @@ def _half_precision_error(subject: Subject, dtype: torch.dtype) -> float:
 
     def run(encoding: Encoding, backend: str, x: Tensor, *qkv: Tensor) -> Tensor:
         q, k, v = qkv
-        state = encoding.state(x, **encoding.own_qk(q, k))
+        state = encoding.state(x, **encoding.own_qk("state", q, k))
         own, q = x[:, -rows:] if state else x, q[:, :, -rows:]
         made: dict[str, Any] = {
-            "bias": encoding.bias(own, layout, state, **encoding.own_qk(q, k[:, :, -rows:])),
+            "bias": encoding.bias(own, layout, state, **encoding.own_qk("bias", q, k[:, :, -rows:])),
             "rescore": encoding.rescore(own, layout, state),
             "logit_scale": encoding.logit_scale(own, layout),
             "sink": encoding.sink(own),

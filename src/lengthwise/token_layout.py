@@ -268,8 +268,8 @@ class TokenLayout:
         key_index = number_in_document(self.key_mask, self.key_documents)
         return key_index.index_select(1, self.query_slots()), key_index
 
-    def visible_counts(self) -> Int[Tensor, "#batch #head query"]:
-        """How many keys each query may see, windows apart: real tokens of its own document, up to itself if causal.
+    def visible_counts(self, window: int | None = None) -> Int[Tensor, "#batch #head query"]:
+        """How many keys each query may see: real tokens of its own document, up to itself if causal, within a window.
 
         At least 1, for queries that are padding. What a cache has dropped or not yet filled makes no difference.
         """
@@ -277,13 +277,22 @@ class TokenLayout:
             visible = self.mask if self.key_mask is None else self.mask & self.key_mask[:, None, None]
             if self.query_documents is not None and self.key_documents is not None:
                 visible = visible & (self.query_documents[:, None, :, None] == self.key_documents[:, None, None])
+            if window is not None:
+                slots = torch.arange(self.key_count, device=visible.device)
+                visible = visible & ((self.query_slots()[:, None] - slots).abs() < window)
             return visible.sum(-1).clamp(min=1)
-        query_index, key_index = self.indices()
+        behind = (self.indices()[0] + 1).clamp(min=1)[:, None]
         if self.causal:
-            return (query_index + 1).clamp(min=1)[:, None]
+            return behind if window is None else behind.clamp(max=window)
+        every = self._document_lengths()
+        return every if window is None else behind.clamp(max=window) + (every - behind).clamp(0, window - 1)
+
+    def _document_lengths(self) -> Int[Tensor, "#batch 1 query"]:
+        """How many real tokens the document of each query has, 1 at least."""
+        _, key_index = self.indices()
         if self.key_documents is None or self.query_documents is None:
             return (key_index.amax(1) + 1).clamp(min=1)[:, None, None].expand(-1, 1, self.query_count)
-        # Two-sided, the number of the last real token of its document is what every token of it sees.
+        # One more than the number of its last real token.
         documents, order = self.key_documents.expand(key_index.shape[0], -1).sort(dim=1, stable=True)
         own = self.query_documents.expand(key_index.shape[0], -1).contiguous()
         last = torch.searchsorted(documents, own, right=True) - 1

@@ -16,10 +16,10 @@ from lengthwise.token_layout import Positions, TokenLayout
 Cells = Int[Tensor, "#batch position 2"]
 
 
-def checked_columns(columns: int | None, geometry: AttentionShape) -> int:
+def checked_columns(columns: int | None, shape: AttentionShape) -> int:
     """As given, or those of a square that holds the training length."""
     if columns is None:
-        return math.isqrt(geometry.train_length - 1) + 1
+        return math.isqrt(shape.train_length - 1) + 1
     check_int("columns", columns, "Leave it out for a square that holds the training length.")
     return columns
 

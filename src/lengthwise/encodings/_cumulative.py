@@ -38,9 +38,9 @@ class StepEncoding(Encoding):
 
     curve: ClassVar[Curve] = "linear"
 
-    def __init__(self, geometry: AttentionShape) -> None:
-        super().__init__(geometry)
-        self.to_step = nn.Linear(geometry.width, geometry.heads)
+    def __init__(self, shape: AttentionShape) -> None:
+        super().__init__(shape)
+        self.to_step = nn.Linear(shape.width, shape.heads)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -54,7 +54,7 @@ class StepEncoding(Encoding):
 
     def state(self, x: Tokens, key_mask: Bool[Tensor, "#batch position"] | None = None) -> State:
         """The steps; 0 for masked tokens."""
-        checked_tokens(x, self.geometry.width)
+        checked_tokens(x, self.shape.width)
         return {"step": masked_tokens(self.step(x), key_mask)}
 
     def slope(self, x: Tokens) -> Float[Tensor, "#batch #head #query"]:
@@ -63,7 +63,7 @@ class StepEncoding(Encoding):
 
     def bias(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> LevelBias:
         """-slope curve(|level - level|)."""
-        checked_tokens(x, self.geometry.width)
+        checked_tokens(x, self.shape.width)
         checked_count(x, *((layout.key, "key") if state is None else (layout.query, "query")))
         start, queries = layout.start, layout.query_count
         if isinstance(start, int) and not 0 <= start <= layout.key_count - queries:
@@ -73,21 +73,19 @@ class StepEncoding(Encoding):
             )
         step = self._checked_step(x, layout.key_count, state)
         own = self.slope(query_tokens(x, layout))
-        return LevelBias.of_steps(
-            step, own, start=start, queries=queries, curve=self.curve, rising=self.geometry.causal
-        )
+        return LevelBias.of_steps(step, own, start=start, queries=queries, curve=self.curve, rising=self.shape.causal)
 
     def _checked_step(self, x: Tokens, keys: int, state: State | None) -> Float[Tensor, "batch head key"]:
         own = self.state(x) if state is None else state
-        return checked_state(own, "step", x.shape[0], self.geometry.heads, keys)
+        return checked_state(own, "step", x.shape[0], self.shape.heads, keys)
 
 
 class SlopedStepEncoding(StepEncoding):
     """Steps of relu(W_c x + b_c), and a slope that every query chooses for itself."""
 
-    def __init__(self, geometry: AttentionShape) -> None:
-        super().__init__(geometry)
-        self.to_slope = nn.Linear(geometry.width, geometry.heads)
+    def __init__(self, shape: AttentionShape) -> None:
+        super().__init__(shape)
+        self.to_slope = nn.Linear(shape.width, shape.heads)
         self.reset_parameters()
 
     def step(self, x: Tokens) -> Levels:

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lengthwise.bias import at_least_float32, running_sums
+from lengthwise.encodings._rope_scaling import RopeBase
 from lengthwise.encodings.base import AttentionShape
 from lengthwise.errors import check_broadcast, check_tensor
 from lengthwise.token_layout import TokenLayout
@@ -23,14 +24,19 @@ Waves = tuple[Float[Tensor, "#batch #head position pair"], Float[Tensor, "#batch
 """Cosine and sine of the angles of some tokens."""
 
 
-def check_even(name: str, geometry: AttentionShape) -> None:
+def check_even(name: str, shape: AttentionShape) -> None:
     """An error unless a head's channels come in pairs."""
-    if geometry.head_dim % 2:
-        raise ValueError(f"{name} turns pairs of channels, so head_dim must be even, got {geometry.head_dim}")
+    if shape.head_dim % 2:
+        raise ValueError(f"{name} turns pairs of channels, so head_dim must be even, got {shape.head_dim}")
+
+
+def plain_frequencies(base: float, shape: AttentionShape, device: torch.device) -> Float[Tensor, " pair"]:
+    """RoPE's own: base ** (-2k / head_dim) radians per position."""
+    return RopeBase(base, shape.head_dim, shape.train_length).plain(device)
 
 
 def check_turned(
-    q: Tensor, k: Tensor, layout: TokenLayout, geometry: AttentionShape, *, own_heads: bool = False, axes: bool = False
+    q: Tensor, k: Tensor, layout: TokenLayout, shape: AttentionShape, *, own_heads: bool = False, axes: bool = False
 ) -> None:
     """An error unless there is one query and one key per position; `own_heads` where every head turns differently."""
     for name, tensor, positions in (("query", q, layout.query), ("key", k, layout.key)):
@@ -39,7 +45,7 @@ def check_turned(
                 f"{name} positions must be (batch, position), got shape {tuple(positions.shape)}; rows and columns are "
                 "for 'axial-rope' and 'mixed-rope'"
             )
-        wanted = ("batch", geometry.heads if own_heads else "head", positions.shape[1], geometry.head_dim)
+        wanted = ("batch", shape.heads if own_heads else "head", positions.shape[1], shape.head_dim)
         advice = "Give one position each" + (", and every query head a key head." if own_heads else ".")
         check_tensor(f"what {name} positions turn", tensor, wanted, "floating-point", advice)
         sizes = (tensor.shape[0], positions.shape[0])

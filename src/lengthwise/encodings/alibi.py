@@ -29,17 +29,17 @@ class Alibi(Encoding):
 
     def __init__(
         self,
-        geometry: AttentionShape,
+        shape: AttentionShape,
         *,
         slopes: Literal["geometric", "interleaved"] = "geometric",
         learned: bool = False,
     ) -> None:
-        super().__init__(geometry)
+        super().__init__(shape)
         rules = {"geometric": geometric_slopes, "interleaved": interleaved_slopes}
         check_choice("slopes", slopes, tuple(rules), "The CABLE paper has 'geometric', BLOOM 'interleaved'.")
         check_flag("learned", learned)
-        self.slopes = rules[slopes](geometry.heads)
-        self.log_slope = nn.Parameter(torch.empty(geometry.heads)) if learned else None
+        self.slopes = rules[slopes](shape.heads)
+        self.log_slope = nn.Parameter(torch.empty(shape.heads)) if learned else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -23,10 +23,10 @@ class Alibi2d(Encoding):
     kind = FunctionBias
     context_free = True
 
-    def __init__(self, geometry: AttentionShape, *, columns: int | None = None) -> None:
-        super().__init__(geometry)
-        self.columns = checked_columns(columns, geometry)
-        self.slopes = interleaved_slopes(geometry.heads)
+    def __init__(self, shape: AttentionShape, *, columns: int | None = None) -> None:
+        super().__init__(shape)
+        self.columns = checked_columns(columns, shape)
+        self.slopes = interleaved_slopes(shape.heads)
 
     def bias(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> FunctionBias:
         """-slope |query - key|, in the plane."""

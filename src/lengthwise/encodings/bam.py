@@ -27,12 +27,12 @@ class Bam(Encoding):
     kind = DistanceBias
     context_free = True
 
-    def __init__(self, geometry: AttentionShape, *, learned: Literal["shape", "all"] = "shape") -> None:
-        super().__init__(geometry)
+    def __init__(self, shape: AttentionShape, *, learned: Literal["shape", "all"] = "shape") -> None:
+        super().__init__(shape)
         check_choice("learned", learned, ("shape", "all"), "The authors learn the shape.")
-        self.log_shape = nn.Parameter(torch.empty(geometry.heads))
+        self.log_shape = nn.Parameter(torch.empty(shape.heads))
         self.log_scale, self.sinh_location = (
-            nn.Parameter(torch.empty(geometry.heads)) if learned == "all" else None for _ in range(2)
+            nn.Parameter(torch.empty(shape.heads)) if learned == "all" else None for _ in range(2)
         )
         self._tables = TableCache()
         self.reset_parameters()
@@ -46,12 +46,12 @@ class Bam(Encoding):
                 self.log_scale.copy_(self._slopes(torch.device("cpu")).log())
 
     def _slopes(self, device: torch.device) -> Tensor:
-        return torch.tensor(interleaved_slopes(self.geometry.heads), dtype=torch.float32, device=device)
+        return torch.tensor(interleaved_slopes(self.shape.heads), dtype=torch.float32, device=device)
 
     def bias(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> Bias:
         """A table with one number per distance, or the function itself where positions have gaps."""
         made_of = [p for p in (self.log_shape, self.log_scale, self.sinh_location) if p is not None]
-        causal = self.geometry.causal
+        causal = self.shape.causal
         return bias_of_distance(self._tables, bam, self._numbers, layout, *made_of, causal=causal)
 
     def _numbers(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,7 +8,7 @@ rescore(x, layout, state)      described, instead of the scores
 logit_scale(x, layout)         a factor on the scores of each row
 sink(x)                        a logit that takes weight and gives no value
 
-Where `uses_qk` says so, `state` and `bias` also get the queries and keys of the new tokens, before they are rotated.
+Those that `uses_qk` names, `state` or `bias`, also get the queries and keys of the new tokens, before they are rotated.
 """
 
 import inspect
@@ -28,6 +28,10 @@ from lengthwise.token_layout import TokenLayout, Window
 
 Tokens = Float[Tensor, "batch position width"]
 """The input of the model for `embed`, of the attention block for the other hooks."""
+
+Queries = Float[Tensor, "batch head query dim"]
+Keys = Float[Tensor, "batch kv_head key dim"]
+"""A layer's own; with fewer heads of keys each of them serves several of the queries."""
 
 State = dict[str, Float[Tensor, "batch head key ..."]]
 """Per-token numbers by name, float32 or better: whoever runs the model keeps them beside the keys."""
@@ -74,28 +78,30 @@ class Encoding(nn.Module):
     them."""
     rescores_qk: ClassVar[bool] = False
     """Whether its rescore reads queries and keys themselves, not only the products of both."""
-    uses_qk: ClassVar[bool] = False
-    """Whether `state` and `bias` take the layer's own queries and keys, `q=` and `k=`, of the new tokens."""
+    replaces_content: ClassVar[bool] = False
+    """Whether its rescore does without the products of queries and keys, and so without a model's scale and softcap."""
+    uses_qk: ClassVar[tuple[Hook, ...]] = ()
+    """Which of `state` and `bias` take the layer's own queries and keys, `q=` and `k=`, of the new tokens."""
     tables: tuple[str, ...] = ()
     """Its learned tables by name: each entry is a number of its own, which weight decay would only pull to 0."""
 
-    def __init__(self, geometry: AttentionShape) -> None:
+    def __init__(self, shape: AttentionShape) -> None:
         super().__init__()
-        if not geometry.causal and not self.two_sided:
+        if not shape.causal and not self.two_sided:
             raise ValueError(
                 f"{type(self).__name__} is defined for causal attention only, got causal=False; encodings with a "
                 "two-sided form are e.g. 'alibi', 'fire' and 't5'"
             )
-        self.geometry = geometry
+        self.shape = shape
 
     @classmethod
-    def from_options(cls, name: str, geometry: AttentionShape, options: Mapping[str, object]) -> "Encoding":
+    def from_options(cls, name: str, shape: AttentionShape, options: Mapping[str, object]) -> "Encoding":
         """One with options of its own; `name` is for the error if there is no such option."""
         unknown = [option for option in options if option not in cls.options()]
         if unknown:
             known = ", ".join(map(repr, cls.options())) or "none"
             raise OptionError(f"unknown option {unknown[0]!r} for {name!r}; its options are: {known}")
-        return cls(geometry, **options)
+        return cls(shape, **options)
 
     def reset_parameters(self) -> None:
         """Draw the learned parameters anew, as the paper does."""
@@ -108,13 +114,7 @@ class Encoding(nn.Module):
         """What later tokens will need to know of these, or None; padding, False in the mask, counts for nothing."""
         return None
 
-    def rotate(
-        self,
-        q: Float[Tensor, "batch head query dim"],
-        k: Float[Tensor, "batch kv_head key dim"],
-        layout: TokenLayout,
-        state: State | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def rotate(self, q: Queries, k: Keys, layout: TokenLayout, state: State | None = None) -> tuple[Tensor, Tensor]:
         """Queries and keys as they meet; the layout has one position for each of both."""
         return q, k
 
@@ -140,9 +140,9 @@ class Encoding(nn.Module):
         """A logit per head, or per row, that takes weight and gives no value."""
         return None
 
-    def own_qk(self, q: Tensor, k: Tensor) -> dict[str, Tensor]:
-        """The keywords by which `state` and `bias` get the layer's queries and keys, if they use them."""
-        return {"q": q, "k": k} if self.uses_qk else {}
+    def own_qk(self, hook: Hook, q: Tensor, k: Tensor) -> dict[str, Tensor]:
+        """The keywords by which a hook gets the layer's queries and keys, if it uses them."""
+        return {"q": q, "k": k} if hook in self.uses_qk else {}
 
     @property
     def limit(self) -> int | None:
@@ -193,8 +193,8 @@ class Encoding(nn.Module):
 
     def extra_repr(self) -> str:
         """The shape it serves."""
-        g = self.geometry
-        return f"heads={g.heads}, width={g.width}, head_dim={g.head_dim}, causal={g.causal}"
+        shape = self.shape
+        return f"heads={shape.heads}, width={shape.width}, head_dim={shape.head_dim}, causal={shape.causal}"
 
 
 def checked_tokens(x: Tokens, width: int) -> None:
@@ -217,16 +217,16 @@ def checked_count(x: Tokens, positions: Int[Tensor, "#batch position"], of: str)
         raise ValueError(f"the layout must be of x's {x.shape[0]} sequences, or of 1 for all, got {positions.shape[0]}")
 
 
-def checked_heads(
-    name: str, x: Tensor | None, geometry: AttentionShape, count: int
-) -> Float[Tensor, "batch head token dim"]:
-    """The layer's queries or keys, or an error unless there are so many."""
-    axes = ("batch", "head", count, geometry.head_dim)
-    check_tensor(name, x, axes, "floating-point", "Give the layer's own: **encoding.own_qk(q, k).")
+def every_head(name: str, x: Tensor | None, shape: AttentionShape, count: int) -> Float[Tensor, "batch head token dim"]:
+    """The layer's queries or keys, one for every head of the queries, in float32 or better; an error unless there are
+    `count` of them."""
+    axes = ("batch", "head", count, shape.head_dim)
+    check_tensor(name, x, axes, "floating-point", "Give the layer's own: q=q, k=k.")
     assert x is not None
-    if x.shape[1] == 0 or geometry.heads % x.shape[1]:
-        raise ValueError(f"{name} must have {geometry.heads} heads, or as many as divide that, got {x.shape[1]}")
-    return x
+    if x.shape[1] == 0 or shape.heads % x.shape[1]:
+        raise ValueError(f"{name} must have {shape.heads} heads, or as many as divide that, got {x.shape[1]}")
+    own = at_least_float32(x)
+    return own if own.shape[1] == shape.heads else own.repeat_interleave(shape.heads // own.shape[1], 1)
 
 
 def query_tokens(x: Tokens, layout: TokenLayout) -> Tokens:

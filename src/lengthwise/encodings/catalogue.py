@@ -13,6 +13,7 @@ from lengthwise.encodings.base import HOOKS, AttentionShape, Encoding
 from lengthwise.encodings.composition import Composition
 from lengthwise.encodings.registry import ENCODINGS, find
 from lengthwise.rescore import ScoreFunction
+from lengthwise.token_layout import Band
 
 GPT2_SMALL = AttentionShape(heads=12, width=768, head_dim=64, train_length=1024)
 HEADINGS = ("name", "acts by", "kind of bias", "learned per layer", "two-sided", "limit", "paper")
@@ -35,7 +36,6 @@ SPECIAL_CASES = {
     "dape": ("dapev2", "with a network that sees one key at a time"),
     "axial-rope": ("mixed-rope", "with each pair turned along one axis"),
     "hope": ("rope", "with its slow pairs left as they are"),
-    "logn": ("ssmax", "with one fixed factor for all heads"),
     "rope": ("grape-m", "with the planes and frequencies fixed"),
 }
 """What an encoding is a special case of, and which."""
@@ -61,8 +61,9 @@ def table() -> str:
 
 
 def group_of(cls: type[Encoding]) -> str:
-    """The heading under which an encoding stands."""
-    return next(group for group, belongs in GROUPS.items() if belongs(cls))
+    """The heading under which an encoding stands; those of its parts for a composition."""
+    groups = [next(group for group, belongs in GROUPS.items() if belongs(member)) for member in _members(cls)]
+    return "; ".join(dict.fromkeys(groups))
 
 
 def grouped() -> str:
@@ -92,10 +93,10 @@ def page(name: str) -> str:
         ("group", group_of(cls)),
         ("hooks", ", ".join(hook for hook in ("state", *HOOKS) if cls.overrides(hook)) or "none"),
         ("bias", encoding.kind.__name__ if encoding.kind else "none"),
-        ("cost", _cost(encoding)),
+        ("cost", _cost(cls)),
         ("learned", f"{encoding.learned_parameters:,} numbers a layer in the shape of GPT-2 Small"),
         ("two-sided", "yes" if cls.two_sided else "no, causal attention only"),
-        ("window", "any" if cls.windowed else "none: it is not defined where a query sees the nearest keys only"),
+        ("window", _window(cls)),
         ("limit", f"{encoding.limit:,} tokens, the training length" if encoding.limit else "none"),
         ("paper", cls.paper),
     ]
@@ -125,16 +126,31 @@ def _options(cls: type[Encoding]) -> str:
     return ", ".join(f"{option} = {signature[option].default!r}" for option in cls.options())
 
 
-def _cost(encoding: Encoding) -> str:
-    """Which road attention takes with it."""
-    if encoding.overrides("rescore"):
-        described = get_type_hints(type(encoding).rescore)["return"] is not ScoreFunction
+def _members(cls: type[Encoding]) -> tuple[type[Encoding], ...]:
+    """What a composition is made of, or the one encoding."""
+    return cls.members if issubclass(cls, Composition) else (cls,)
+
+
+def _window(cls: type[Encoding]) -> str:
+    """Which windows it is defined for."""
+    if cls.takes_window(Band(0, 1)):
+        return "any"
+    if cls.takes_window(1):
+        return "a number of tokens, no chunks or bands"
+    return "none: it is not defined where a query sees the nearest keys only"
+
+
+def _cost(cls: type[Encoding]) -> str:
+    """Which road attention takes with it: the slowest of its members'."""
+    members = _members(cls)
+    rescores = [get_type_hints(member.rescore)["return"] for member in members if member.overrides("rescore")]
+    kinds = [member.kind for member in members if member.kind is not None]
+    if rescores:
+        described = ScoreFunction not in rescores
         return "scores rescored " + ("in the CPU kernel, tile by tile" if described else "block of rows by block")
-    if encoding.kind in (FunctionBias, DenseBias):
+    if FunctionBias in kinds or DenseBias in kinds:
         return "a function of the pair, tile by tile; linear memory"
-    if encoding.kind is not None:
-        return "described: in the CPU kernel, linear memory"
-    return "attention without a bias"
+    return "described: in the CPU kernel, linear memory" if kinds else "that of attention without a bias"
 
 
 def _short(name: str, cls: type[Encoding]) -> tuple[str, ...]:
@@ -142,8 +158,8 @@ def _short(name: str, cls: type[Encoding]) -> tuple[str, ...]:
 
 
 def _first_sentence(cls: type[Encoding]) -> str:
-    if issubclass(cls, Composition):
-        return " ".join(_first_sentence(member) for member in cls.members)
+    if len(_members(cls)) > 1:
+        return " ".join(_first_sentence(member) for member in _members(cls))
     return inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].replace("\n", " ").split(". ")[0].rstrip(".") + "."
 
 

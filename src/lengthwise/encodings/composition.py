@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from lengthwise.bias import Bias, SumBias, at_least_float32
-from lengthwise.encodings.base import AttentionShape, Encoding, Hook, State, Tokens
+from lengthwise.encodings.base import AttentionShape, Encoding, Hook, Keys, Queries, State, Tokens
 from lengthwise.errors import OptionError, describe
 from lengthwise.rescore import Rescore
 from lengthwise.token_layout import TokenLayout, Window
@@ -31,10 +31,10 @@ class Composition(Encoding):
     names: ClassVar[tuple[str, ...]]
     members: ClassVar[tuple[type[Encoding], ...]]
 
-    def __init__(self, geometry: AttentionShape, **options: Mapping[str, object]) -> None:
-        super().__init__(geometry)
+    def __init__(self, shape: AttentionShape, **options: Mapping[str, object]) -> None:
+        super().__init__(shape)
         own = {
-            name: member.from_options(name, geometry, options.get(name) or {})
+            name: member.from_options(name, shape, options.get(name) or {})
             for name, member in zip(self.names, self.members, strict=True)
         }
         self.parts = nn.ModuleDict(own)
@@ -44,7 +44,7 @@ class Composition(Encoding):
         self.length_dependent = any(part.length_dependent for part in own.values())
 
     @classmethod
-    def from_options(cls, name: str, geometry: AttentionShape, options: Mapping[str, object]) -> Encoding:
+    def from_options(cls, name: str, shape: AttentionShape, options: Mapping[str, object]) -> Encoding:
         """One with options by part."""
         for part, own in options.items():
             if part not in cls.names:
@@ -54,7 +54,7 @@ class Composition(Encoding):
                 )
             if not isinstance(own, Mapping):
                 raise OptionError(f"the options of the part {part!r} must be a dictionary, got {describe(own)}")
-        return cls(geometry, **cast(Mapping[str, Any], options))
+        return cls(shape, **cast(Mapping[str, Any], options))
 
     @classmethod
     def overrides(cls, hook: Hook) -> bool:
@@ -91,16 +91,10 @@ class Composition(Encoding):
         k: Tensor | None = None,
     ) -> State | None:
         """The states of all parts, each name behind that of its part."""
-        states = {name: part.state(x, key_mask, **_own_qk(part, q, k)) or {} for name, part in self._parts()}
+        states = {name: part.state(x, key_mask, **_own_qk(part, "state", q, k)) or {} for name, part in self._parts()}
         return {f"{name}.{key}": value for name, own in states.items() for key, value in own.items()} or None
 
-    def rotate(
-        self,
-        q: Float[Tensor, "batch head query dim"],
-        k: Float[Tensor, "batch kv_head key dim"],
-        layout: TokenLayout,
-        state: State | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def rotate(self, q: Queries, k: Keys, layout: TokenLayout, state: State | None = None) -> tuple[Tensor, Tensor]:
         """By all parts, one after the other."""
         for name, part in self._parts():
             q, k = part.rotate(q, k, layout, _own(state, name))
@@ -116,7 +110,7 @@ class Composition(Encoding):
         k: Tensor | None = None,
     ) -> Bias | None:
         """The sum of the biases of all parts."""
-        every = [part.bias(x, layout, _own(state, name), **_own_qk(part, q, k)) for name, part in self._parts()]
+        every = [part.bias(x, layout, _own(state, name), **_own_qk(part, "bias", q, k)) for name, part in self._parts()]
         terms = tuple(bias for bias in every if bias is not None)
         return SumBias(terms) if len(terms) > 1 else terms[0] if terms else None
 
@@ -178,6 +172,18 @@ def compose(names: tuple[str, ...], members: tuple[type[Encoding], ...]) -> type
             f"at most one part of a composition can replace the scores, got {' and '.join(map(repr, rescores))} in "
             f"{name!r}"
         )
+    # Who replaces the scores and has a sink, as stick-breaking does, gives logarithms of weights that sum to 1 with it.
+    whole = [own for own, member in parts if member.overrides("rescore") and member.overrides("sink")]
+    changing = [
+        own
+        for own, member in parts
+        if own not in whole and (member.overrides("logit_scale") or member.overrides("sink"))
+    ]
+    if whole and changing:
+        raise ValueError(
+            f"{whole[0]!r} gives whole weights, of which no other part can scale or take any, got {changing[0]!r} in "
+            f"{name!r}"
+        )
     turning = [(own, member) for own, member in parts if member.overrides("rotate")]
     last = [own for own, member in turning if member.turns_last]
     if last and last != [turning[-1][0]]:
@@ -194,7 +200,8 @@ def compose(names: tuple[str, ...], members: tuple[type[Encoding], ...]) -> type
         "paper": "; ".join(dict.fromkeys(member.paper for member in members)),
         "two_sided": all(member.two_sided for member in members),
         "turns_last": any(member.turns_last for member in members),
-        "uses_qk": any(member.uses_qk for member in members),
+        "replaces_content": any(member.replaces_content for member in members),
+        "uses_qk": tuple(dict.fromkeys(hook for member in members for hook in member.uses_qk)),
     }
     return type(name, (Composition,), facts)
 
@@ -211,8 +218,8 @@ def _own(state: State | None, part: str) -> State | None:
     return own or None
 
 
-def _own_qk(part: Encoding, q: Tensor | None, k: Tensor | None) -> dict[str, Tensor]:
-    return {} if q is None or k is None else part.own_qk(q, k)
+def _own_qk(part: Encoding, hook: Hook, q: Tensor | None, k: Tensor | None) -> dict[str, Tensor]:
+    return {} if q is None or k is None else part.own_qk(hook, q, k)
 
 
 def _joined(join: Callable[[Tensor, Tensor], Tensor], every: Sequence[Tensor | None]) -> Tensor | None:

@@ -24,10 +24,10 @@ class Cope(Encoding):
     two_sided = False
     tables = ("table",)
 
-    def __init__(self, geometry: AttentionShape, *, positions: int = 64) -> None:
-        super().__init__(geometry)
+    def __init__(self, shape: AttentionShape, *, positions: int = 64) -> None:
+        super().__init__(shape)
         check_int("positions", positions, "The paper has 64.", least=2)
-        self.table = nn.Parameter(torch.empty(geometry.head_dim, positions))
+        self.table = nn.Parameter(torch.empty(shape.head_dim, positions))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

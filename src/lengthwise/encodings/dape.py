@@ -29,12 +29,12 @@ class ScoreNetwork(Encoding):
     kernel: ClassVar[tuple[int, int]]
     """How many rows and keys the network sees at once."""
 
-    def __init__(self, geometry: AttentionShape, *, hidden: int = 32) -> None:
-        super().__init__(geometry)
+    def __init__(self, shape: AttentionShape, *, hidden: int = 32) -> None:
+        super().__init__(shape)
         check_int("hidden", hidden, "The paper has 32.")
         padding = (0, self.kernel[1] // 2)
-        self.into = nn.Conv2d(2 * geometry.heads, hidden, self.kernel, padding=padding)
-        self.out = nn.Conv2d(hidden, geometry.heads, self.kernel, padding=padding)
+        self.into = nn.Conv2d(2 * shape.heads, hidden, self.kernel, padding=padding)
+        self.out = nn.Conv2d(hidden, shape.heads, self.kernel, padding=padding)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

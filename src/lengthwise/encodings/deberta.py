@@ -15,11 +15,21 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from lengthwise.bias import QueryDistanceBias, SumBias, at_least_float32
+from lengthwise.bias import QueryDistanceBias, SumBias
 from lengthwise.encodings._queries import QueryEncoding
 from lengthwise.encodings._table_cache import TableCache, is_decoding
-from lengthwise.encodings.base import AttentionShape, State, Tokens, checked_heads, project, reset_linear
-from lengthwise.errors import check_choice, check_int, describe
+from lengthwise.encodings.base import (
+    AttentionShape,
+    Keys,
+    Queries,
+    State,
+    Tokens,
+    checked_state,
+    every_head,
+    project,
+    reset_linear,
+)
+from lengthwise.errors import check_choice, check_int
 from lengthwise.token_layout import TokenLayout
 
 
@@ -28,17 +38,18 @@ class Deberta(QueryEncoding):
 
     paper = "He et al. 2021, arXiv 2006.03654"
     kind = SumBias
+    uses_qk = ("state", "bias")
     tables = ("table",)
 
     def __init__(
         self,
-        geometry: AttentionShape,
+        shape: AttentionShape,
         *,
         buckets: int = 256,
         max_distance: int = 512,
         order: Literal["paper", "released"] = "paper",
     ) -> None:
-        super().__init__(geometry)
+        super().__init__(shape)
         check_int("buckets", buckets, "DeBERTa has 256.")
         check_int("max_distance", max_distance, "DeBERTa has 512.")
         check_choice("order", order, ("paper", "released"))
@@ -54,9 +65,9 @@ class Deberta(QueryEncoding):
             [min(max(sign * bucket + buckets, 0), 2 * buckets - 1) for bucket in both]
             for sign in (1, -1 if order == "paper" else 1)
         )
-        inner = geometry.heads * geometry.head_dim
-        self.table = nn.Parameter(torch.empty(2 * buckets, geometry.width))
-        self.to_key, self.to_query = nn.Linear(geometry.width, inner), nn.Linear(geometry.width, inner)
+        inner = shape.heads * shape.head_dim
+        self.table = nn.Parameter(torch.empty(2 * buckets, shape.width))
+        self.to_key, self.to_query = nn.Linear(shape.width, inner), nn.Linear(shape.width, inner)
         self._tables = TableCache()
         self.reset_parameters()
 
@@ -75,16 +86,9 @@ class Deberta(QueryEncoding):
         k: Tensor | None = None,
     ) -> State:
         """The keys, of every head of the queries: later queries see how they meet the table."""
-        own = at_least_float32(checked_heads("k", k, self.geometry, x.shape[1]))
-        return {"key": own.repeat_interleave(self.geometry.heads // own.shape[1], 1)}
+        return {"key": every_head("k", k, self.shape, x.shape[1])}
 
-    def rotate(
-        self,
-        q: Float[Tensor, "batch head query dim"],
-        k: Float[Tensor, "batch kv_head key dim"],
-        layout: TokenLayout,
-        state: State | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def rotate(self, q: Queries, k: Keys, layout: TokenLayout, state: State | None = None) -> tuple[Tensor, Tensor]:
         """Queries over sqrt(3): there are three products."""
         return q * 3**-0.5, k
 
@@ -98,14 +102,12 @@ class Deberta(QueryEncoding):
         k: Tensor | None = None,
     ) -> SumBias:
         """Queries that meet K, and keys that meet Q."""
-        state = self.state(x, k=k) if state is None else state
-        if not isinstance(state, dict) or "key" not in state or state["key"].shape[2] != layout.key_count:
-            has = tuple(state["key"].shape) if isinstance(state, dict) and "key" in state else describe(state)
-            raise ValueError(f"the state must have the 'key' of all {layout.key_count} keys, old and new, got {has}")
-        scale, places = (3 * self.geometry.head_dim) ** -0.5, (layout.query, layout.key, self.first)
+        own = self.state(x, k=k) if state is None else state
+        key = checked_state(own, "key", x.shape[0], self.shape.heads, layout.key_count, self.shape.head_dim)
+        scale, places = (3 * self.shape.head_dim) ** -0.5, (layout.query, layout.key, self.first)
         keys, queries = self._tables.table(self._profiles, 1, *self.parameters(), decoding=is_decoding(layout))
         of_query = QueryDistanceBias(self.queries(q, layout) * scale, keys, *places)
-        return SumBias((of_query, QueryDistanceBias(state["key"] * scale, queries, *places, side="key")))
+        return SumBias((of_query, QueryDistanceBias(key * scale, queries, *places, side="key")))
 
     def _profiles(self, _: int) -> list[Float[Tensor, "head dim distance"]]:
         """K and Q, one vector for every distance that differs, however far there is to look."""
@@ -113,7 +115,7 @@ class Deberta(QueryEncoding):
         for layer, buckets in ((self.to_key, self.of_query), (self.to_query, self.of_key)):
             by_bucket = project(layer, self.table[None])[0]
             index = torch.tensor(buckets, device=by_bucket.device)[None].expand(by_bucket.shape[0], -1)
-            profiles.append(by_bucket.gather(1, index).unflatten(0, (self.geometry.heads, -1)))
+            profiles.append(by_bucket.gather(1, index).unflatten(0, (self.shape.heads, -1)))
         return profiles
 
 

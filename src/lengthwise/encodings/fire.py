@@ -38,15 +38,15 @@ class Fire(Encoding):
     kind = DistanceBias
     context_free = True
 
-    def __init__(self, geometry: AttentionShape, *, hidden: int = 32, threshold: float = 512.0) -> None:
-        super().__init__(geometry)
+    def __init__(self, shape: AttentionShape, *, hidden: int = 32, threshold: float = 512.0) -> None:
+        super().__init__(shape)
         check_int("hidden", hidden, "The paper has 32.")
         check_number("threshold", threshold, "The paper has 512.")
         self.threshold = threshold
         self.c = nn.Parameter(torch.empty(1))
         self.multiplier = nn.Parameter(torch.empty(1))
         self.into = nn.Linear(1, hidden)
-        self.out = nn.Linear(hidden, geometry.heads)
+        self.out = nn.Linear(hidden, shape.heads)
         self._limits, self._tables, self._lines = TableCache(), TableCache(), TableCache()
         self.reset_parameters()
 
@@ -62,7 +62,7 @@ class Fire(Encoding):
 
         Where positions may not be read, in a compiled graph or on a device, it is straight lines always.
         """
-        causal, reach, decoding = self.geometry.causal, table_reach(layout), is_decoding(layout)
+        causal, reach, decoding = self.shape.causal, table_reach(layout), is_decoding(layout)
         query, key, facts = layout.query, layout.key, layout.facts
         scope = query if causal else torch.maximum(query, run_ends(query) - query)
         c, multiplier, into, out = at_least_float32(self.c), at_least_float32(self.multiplier), self.into, self.out

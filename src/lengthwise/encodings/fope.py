@@ -16,9 +16,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lengthwise.bias import at_least_float32, has_float64
-from lengthwise.encodings._rope_scaling import RopeBase
-from lengthwise.encodings._rotary import Waves, check_even, check_turned, turn
-from lengthwise.encodings.base import AttentionShape, Encoding, State
+from lengthwise.encodings._rotary import Waves, check_even, check_turned, plain_frequencies, turn
+from lengthwise.encodings.base import AttentionShape, Encoding, Keys, Queries, State
 from lengthwise.errors import check_flag, check_int, check_number
 from lengthwise.token_layout import Positions, TokenLayout
 
@@ -30,7 +29,7 @@ class Fope(Encoding):
 
     def __init__(
         self,
-        geometry: AttentionShape,
+        shape: AttentionShape,
         *,
         base: float = 10000.0,
         gain: float = 0.3,
@@ -38,8 +37,8 @@ class Fope(Encoding):
         learned: bool = False,
         sine_of_rest: int = 0,
     ) -> None:
-        super().__init__(geometry)
-        check_even("fope", geometry)
+        super().__init__(shape)
+        check_even("fope", shape)
         check_number("base", base, "10000 is usual.")
         check_number("gain", gain, "The authors have 0.3 at 60M parameters, 0.4 at 180M, 0.6 at 1.2B.")
         check_int("seed", seed, least=0)
@@ -47,10 +46,10 @@ class Fope(Encoding):
         if sine_of_rest not in (0, 1):
             raise ValueError(f"sine_of_rest must be 0 or, as in the authors' code, 1, got {sine_of_rest!r}")
         self.base, self.gain, self.seed, self.sine_of_rest = base, gain, seed, sine_of_rest
-        pairs = geometry.head_dim // 2
-        slowest = 2 * math.pi / geometry.train_length
+        pairs = shape.head_dim // 2
+        slowest = 2 * math.pi / shape.train_length
         self.waves_in = max(1, sum(base ** (-k / pairs) >= slowest for k in range(pairs)))
-        self.waves_out = min(self.waves_in, max(1, geometry.head_dim // 4))
+        self.waves_out = min(self.waves_in, max(1, shape.head_dim // 4))
         # Neither a buffer, which a model in half precision would round, nor a parameter unless it is learned.
         self.drawn = self._draw()
         self.mixture = nn.Parameter(torch.empty(self.drawn.shape)) if learned else None
@@ -65,27 +64,21 @@ class Fope(Encoding):
 
     def _draw(self) -> Float[Tensor, "2 head wave pair"]:
         """The mixtures of cosine and sine that belong to the seed, on the CPU whatever the default device."""
-        shape = (2, self.geometry.heads, self.waves_in, self.waves_out)
+        sizes = (2, self.shape.heads, self.waves_in, self.waves_out)
         with torch.device("cpu"):
-            noise = torch.randn(shape, generator=torch.Generator().manual_seed(self.seed))
+            noise = torch.randn(sizes, generator=torch.Generator().manual_seed(self.seed))
             step = -(-self.waves_in // self.waves_out)
-            identity = torch.zeros(shape[2:])
+            identity = torch.zeros(sizes[2:])
             for pair in range(self.waves_out):
                 if pair * step < self.waves_in:
                     identity[pair * step, pair] = 1.0
         # Xavier's size as the code takes it, of a tensor (head, wave, pair): fans of wave * pair and head * pair.
-        fans = self.waves_in * self.waves_out + self.geometry.heads * self.waves_out
+        fans = self.waves_in * self.waves_out + self.shape.heads * self.waves_out
         return identity + self.gain * math.sqrt(2 / fans) * noise
 
-    def rotate(
-        self,
-        q: Float[Tensor, "batch head query dim"],
-        k: Float[Tensor, "batch kv_head key dim"],
-        layout: TokenLayout,
-        state: State | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def rotate(self, q: Queries, k: Keys, layout: TokenLayout, state: State | None = None) -> tuple[Tensor, Tensor]:
         """Both turned by the mixtures at their positions."""
-        check_turned(q, k, layout, self.geometry, own_heads=True)
+        check_turned(q, k, layout, self.shape, own_heads=True)
         mixture = self.drawn.to(layout.query.device) if self.mixture is None else at_least_float32(self.mixture)
         query = self._waves(layout.query, mixture)
         key = query if layout.key is layout.query else self._waves(layout.key, mixture)
@@ -93,12 +86,11 @@ class Fope(Encoding):
 
     def _waves(self, positions: Positions, mixture: Tensor) -> Waves:
         """The mixed cosine and sine of some positions, all pairs; those that do not turn behind."""
-        g = self.geometry
-        frequencies = RopeBase(self.base, g.head_dim, g.train_length).plain(positions.device)[: self.waves_in]
+        frequencies = plain_frequencies(self.base, self.shape, positions.device)[: self.waves_in]
         angles = (positions[..., None].to(mixture.dtype) * frequencies)[:, None]
         # In float64, which neither autocast nor TF32 touches.
         wide = torch.float64 if has_float64(angles.device) else torch.float32
         waves = zip((angles.cos(), angles.sin()), mixture.to(wide), strict=True)
         cos, sin = ((wave.to(wide) @ own).to(mixture.dtype) for wave, own in waves)
-        rest = (*cos.shape[:3], g.head_dim // 2 - self.waves_out)
+        rest = (*cos.shape[:3], self.shape.head_dim // 2 - self.waves_out)
         return torch.cat([cos, cos.new_ones(rest)], -1), torch.cat([sin, sin.new_full(rest, self.sine_of_rest)], -1)

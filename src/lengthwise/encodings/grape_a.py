@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from lengthwise.bias import FunctionBias, Index, at_least_float32, registered, without_autocast
+from lengthwise.bias import FunctionBias, Index, at_least_float32, registered
 from lengthwise.encodings.alibi import interleaved_slopes
-from lengthwise.encodings.base import AttentionShape, Encoding, State, Tokens, checked_state, masked_tokens
+from lengthwise.encodings.base import AttentionShape, Encoding, State, Tokens, checked_state, every_head, masked_tokens
 from lengthwise.encodings.grape_m import PAPER
 from lengthwise.token_layout import TokenLayout
 
@@ -26,20 +26,20 @@ class GrapeA(Encoding):
 
     paper = PAPER
     kind = FunctionBias
-    uses_qk = True
+    uses_qk = ("state", "bias")
     tables = ("query_vector", "key_vector")
 
-    def __init__(self, geometry: AttentionShape) -> None:
-        super().__init__(geometry)
-        self.query_vector = nn.Parameter(torch.empty(geometry.heads, geometry.head_dim))
-        self.key_vector = nn.Parameter(torch.empty(geometry.heads, geometry.head_dim))
-        self.raw_scale = nn.Parameter(torch.empty(geometry.heads))
+    def __init__(self, shape: AttentionShape) -> None:
+        super().__init__(shape)
+        self.query_vector = nn.Parameter(torch.empty(shape.heads, shape.head_dim))
+        self.key_vector = nn.Parameter(torch.empty(shape.heads, shape.head_dim))
+        self.raw_scale = nn.Parameter(torch.empty(shape.heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Directions at random, softplus(w) = 1."""
         for vector in (self.query_vector, self.key_vector):
-            nn.init.normal_(vector, std=self.geometry.head_dim**-0.5)
+            nn.init.normal_(vector, std=self.shape.head_dim**-0.5)
         nn.init.constant_(self.raw_scale, math.log(math.expm1(1.0)))
 
     def state(
@@ -47,11 +47,12 @@ class GrapeA(Encoding):
         x: Tokens,
         key_mask: Bool[Tensor, "#batch position"] | None = None,
         *,
-        q: Float[Tensor, "batch head position dim"] | None = None,
-        k: Float[Tensor, "batch kv_head position dim"] | None = None,
+        q: Tensor | None = None,
+        k: Tensor | None = None,
     ) -> State:
         """softplus(u . k / sqrt(head_dim)); 0 for masked tokens."""
-        return {"key": masked_tokens(self._gate(k, self.key_vector), key_mask)}
+        key = every_head("k", k, self.shape, x.shape[1])
+        return {"key": masked_tokens(self._gate(key, self.key_vector), key_mask)}
 
     def bias(
         self,
@@ -59,26 +60,21 @@ class GrapeA(Encoding):
         layout: TokenLayout,
         state: State | None = None,
         *,
-        q: Float[Tensor, "batch head position dim"] | None = None,
-        k: Float[Tensor, "batch kv_head position dim"] | None = None,
+        q: Tensor | None = None,
+        k: Tensor | None = None,
     ) -> FunctionBias:
         """Distance times the sum of the slopes of query and key."""
         own = self.state(x, q=q, k=k) if state is None else state
-        key = checked_state(own, "key", x.shape[0], self.geometry.heads, layout.key_count)
+        key = checked_state(own, "key", x.shape[0], self.shape.heads, layout.key_count)
         scale = F.softplus(at_least_float32(self.raw_scale))
-        slopes = torch.tensor(interleaved_slopes(self.geometry.heads), dtype=scale.dtype, device=scale.device)
+        slopes = torch.tensor(interleaved_slopes(self.shape.heads), dtype=scale.dtype, device=scale.device)
         factor = (slopes * scale)[:, None]
-        arguments = (layout.query, layout.key, factor * self._gate(q, self.query_vector), factor * key)
-        return FunctionBias(grape_a, arguments)
+        query = self._gate(every_head("q", q, self.shape, layout.query_count), self.query_vector)
+        return FunctionBias(grape_a, (layout.query, layout.key, factor * query, factor * key))
 
-    def _gate(self, x: Tensor | None, vector: Tensor) -> Float[Tensor, "batch head position"]:
-        if x is None:
-            raise ValueError("grape-a needs the layer's queries and keys, got none; pass q=q, k=k to the hook")
-        x, direction = at_least_float32(x), F.normalize(at_least_float32(vector), dim=-1)
-        if x.shape[1] != self.geometry.heads:
-            x = x.repeat_interleave(self.geometry.heads // x.shape[1], 1)
-        with without_autocast(x):
-            return F.softplus((x * direction[:, None]).sum(-1) * self.geometry.head_dim**-0.5)
+    def _gate(self, x: Tensor, vector: Tensor) -> Float[Tensor, "batch head position"]:
+        direction = F.normalize(at_least_float32(vector), dim=-1)
+        return F.softplus((x * direction[:, None]).sum(-1) * self.shape.head_dim**-0.5)
 
 
 @registered

@@ -15,11 +15,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from lengthwise.bias import at_least_float32
-from lengthwise.encodings._rope_scaling import RopeBase
+from lengthwise.bias import at_least_float32, has_float64
 from lengthwise.encodings._rotary import (
     check_even,
     check_turned,
+    plain_frequencies,
     summed_angles,
     turn,
     turn_both,
@@ -28,6 +28,8 @@ from lengthwise.encodings._rotary import (
 from lengthwise.encodings.base import (
     AttentionShape,
     Encoding,
+    Keys,
+    Queries,
     State,
     Tokens,
     checked_state,
@@ -48,34 +50,27 @@ class GrapeM(Encoding):
     paper = PAPER
     tables = ("log_frequency",)
 
-    def __init__(self, geometry: AttentionShape, *, base: float = 10000.0, per_head: bool = False) -> None:
-        super().__init__(geometry)
-        check_even("grape-m", geometry)
+    def __init__(self, shape: AttentionShape, *, base: float = 10000.0, per_head: bool = False) -> None:
+        super().__init__(shape)
+        check_even("grape-m", shape)
         check_number("base", base, "10000 is usual.")
         check_flag("per_head", per_head)
         self.base = base
-        self.log_frequency = nn.Parameter(torch.empty(geometry.heads if per_head else 1, geometry.head_dim // 2))
+        self.log_frequency = nn.Parameter(torch.empty(shape.heads if per_head else 1, shape.head_dim // 2))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """RoPE's frequencies."""
-        g = self.geometry
         with torch.no_grad():
-            self.log_frequency.copy_(RopeBase(self.base, g.head_dim, g.train_length).plain(torch.device("cpu")).log())
+            self.log_frequency.copy_(plain_frequencies(self.base, self.shape, torch.device("cpu")).log())
 
     def frequency(self) -> Float[Tensor, "#head 1 pair"]:
         """Radians per step, positive."""
         return at_least_float32(self.log_frequency).exp()[:, None]
 
-    def rotate(
-        self,
-        q: Float[Tensor, "batch head query dim"],
-        k: Float[Tensor, "batch kv_head key dim"],
-        layout: TokenLayout,
-        state: State | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def rotate(self, q: Queries, k: Keys, layout: TokenLayout, state: State | None = None) -> tuple[Tensor, Tensor]:
         """Both turned by their positions."""
-        check_turned(q, k, layout, self.geometry, own_heads=self.log_frequency.shape[0] > 1)
+        check_turned(q, k, layout, self.shape, own_heads=self.log_frequency.shape[0] > 1)
         frequency = self.frequency()
         query, key = (
             waves_of(positions[:, None, :, None].to(frequency.dtype) * frequency, frequency.dtype)
@@ -92,9 +87,9 @@ class GrapeMContext(GrapeM):
     temperature = 16.0
     """What the gate's input is divided by, as in the code."""
 
-    def __init__(self, geometry: AttentionShape, *, base: float = 10000.0, per_head: bool = False) -> None:
-        super().__init__(geometry, base=base, per_head=per_head)
-        self.to_step = nn.Linear(geometry.width, 1)
+    def __init__(self, shape: AttentionShape, *, base: float = 10000.0, per_head: bool = False) -> None:
+        super().__init__(shape, base=base, per_head=per_head)
+        self.to_step = nn.Linear(shape.width, 1)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -106,20 +101,16 @@ class GrapeMContext(GrapeM):
 
     def state(self, x: Tokens, key_mask: Bool[Tensor, "#batch position"] | None = None) -> State:
         """The steps, the same for every head; 0 for masked tokens."""
-        checked_tokens(x, self.geometry.width)
+        checked_tokens(x, self.shape.width)
         step = masked_tokens((project(self.to_step, x) / self.temperature).sigmoid(), key_mask)
-        return {"step": step.expand(-1, self.geometry.heads, -1)}
+        return {"step": step.expand(-1, self.shape.heads, -1)}
 
-    def rotate(
-        self,
-        q: Float[Tensor, "batch head query dim"],
-        k: Float[Tensor, "batch kv_head key dim"],
-        layout: TokenLayout,
-        state: State | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def rotate(self, q: Queries, k: Keys, layout: TokenLayout, state: State | None = None) -> tuple[Tensor, Tensor]:
         """Both turned by the sum of the steps before them."""
         per_head = self.log_frequency.shape[0] > 1
-        check_turned(q, k, layout, self.geometry, own_heads=per_head)
-        step = checked_state(state, "step", q.shape[0], self.geometry.heads, layout.key_count)[..., None]
+        check_turned(q, k, layout, self.shape, own_heads=per_head)
+        step = checked_state(state, "step", q.shape[0], self.shape.heads, layout.key_count)[..., None]
         step = step if per_head else step[:, :1]
-        return turn_both(q, k, (summed_angles(step) - step) * self.frequency(), layout)
+        # Whole turns are only whole in angles: where sums drop them, frequencies must be in what is summed.
+        turned = (step.double() if has_float64(step.device) else step) * self.frequency()
+        return turn_both(q, k, summed_angles(turned) - turned, layout)

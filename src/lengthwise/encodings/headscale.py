@@ -17,9 +17,9 @@ class HeadScale(Encoding):
 
     paper = "Wang et al. 2024, arXiv 2404.12224"
 
-    def __init__(self, geometry: AttentionShape) -> None:
-        super().__init__(geometry)
-        self.scale = nn.Parameter(torch.empty(geometry.heads))
+    def __init__(self, shape: AttentionShape) -> None:
+        super().__init__(shape)
+        self.scale = nn.Parameter(torch.empty(shape.heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

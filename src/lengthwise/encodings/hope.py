@@ -20,10 +20,10 @@ class Hope(Rope):
 
     paper = "Chen et al. 2024, arXiv 2410.21216"
 
-    def __init__(self, geometry: AttentionShape, *, base: float = 10000.0, layout: PairLayout = "half") -> None:
-        super().__init__(geometry, base=base, layout=layout)
+    def __init__(self, shape: AttentionShape, *, base: float = 10000.0, layout: PairLayout = "half") -> None:
+        super().__init__(shape, base=base, layout=layout)
 
     def frequencies(self, length: Positions) -> Frequencies:
         """0 for the slow pairs."""
         plain = super().frequencies(length)
-        return plain.where(plain >= 2 * math.pi / self.geometry.train_length, 0)
+        return plain.where(plain >= 2 * math.pi / self.shape.train_length, 0)

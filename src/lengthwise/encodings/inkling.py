@@ -33,12 +33,12 @@ class Inkling(Encoding):
     kind = QueryDistanceBias
     tables = ("profiles",)
 
-    def __init__(self, geometry: AttentionShape, *, profiles: int = 16, extent: int = 1024) -> None:
-        super().__init__(geometry)
+    def __init__(self, shape: AttentionShape, *, profiles: int = 16, extent: int = 1024) -> None:
+        super().__init__(shape)
         check_int("profiles", profiles, "The model has 16.")
         check_int("extent", extent, "The model has 1,024.")
-        self.first = 0 if geometry.causal else 1 - extent
-        self.to_rows = nn.Linear(geometry.width, geometry.heads * profiles, bias=False)
+        self.first = 0 if shape.causal else 1 - extent
+        self.to_rows = nn.Linear(shape.width, shape.heads * profiles, bias=False)
         self.profiles = nn.Parameter(torch.empty(profiles, extent - self.first))
         self.reset_parameters()
 
@@ -49,6 +49,6 @@ class Inkling(Encoding):
 
     def bias(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> QueryDistanceBias:
         """What the queries' tokens mix."""
-        checked_tokens(x, self.geometry.width)
-        rows = project(self.to_rows, query_tokens(x, layout)).unflatten(1, (self.geometry.heads, -1)).transpose(2, 3)
+        checked_tokens(x, self.shape.width)
+        rows = project(self.to_rows, query_tokens(x, layout)).unflatten(1, (self.shape.heads, -1)).transpose(2, 3)
         return QueryDistanceBias(rows, self.profiles[None], layout.query, layout.key, self.first, beyond="zero")

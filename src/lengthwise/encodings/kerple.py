@@ -33,10 +33,10 @@ class _Kernel(Encoding):
     context_free = True
     tile_function: ClassVar[Callable[..., Tensor]]
 
-    def __init__(self, geometry: AttentionShape) -> None:
-        super().__init__(geometry)
-        self.raw_p = nn.Parameter(torch.empty(geometry.heads))
-        self.raw_a = nn.Parameter(torch.empty(geometry.heads))
+    def __init__(self, shape: AttentionShape) -> None:
+        super().__init__(shape)
+        self.raw_p = nn.Parameter(torch.empty(shape.heads))
+        self.raw_a = nn.Parameter(torch.empty(shape.heads))
         self._tables = TableCache()
         self.reset_parameters()
 
@@ -53,7 +53,7 @@ class _Kernel(Encoding):
     def bias(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> Bias:
         """A table with one number per distance, or the function itself where positions have gaps."""
         function, made_of = type(self).tile_function, (self.raw_p, self.raw_a)
-        causal = self.geometry.causal
+        causal = self.shape.causal
         return bias_of_distance(self._tables, function, lambda: (self.p, self.a), layout, *made_of, causal=causal)
 
 

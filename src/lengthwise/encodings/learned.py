@@ -19,11 +19,11 @@ class Learned(Encoding):
     paper = "Radford et al. 2019 (GPT-2)"
     tables = ("weight",)
 
-    def __init__(self, geometry: AttentionShape, *, length: int | None = None) -> None:
-        super().__init__(geometry)
-        length = geometry.train_length if length is None else length
+    def __init__(self, shape: AttentionShape, *, length: int | None = None) -> None:
+        super().__init__(shape)
+        length = shape.train_length if length is None else length
         check_int("length", length, "Leave it out for the training length.")
-        self.weight = nn.Parameter(torch.empty(length, geometry.width))
+        self.weight = nn.Parameter(torch.empty(length, shape.width))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -38,7 +38,7 @@ class Learned(Encoding):
     def embed(self, x: Tokens, layout: TokenLayout) -> Tokens:
         """Tokens plus the row of their position."""
         positions = layout.query
-        checked_tokens(x, self.geometry.width)
+        checked_tokens(x, self.shape.width)
         checked_count(x, positions, of="position")
         if layout.facts is not None and layout.facts.highest >= self.limit:
             raise PositionError(

@@ -42,7 +42,7 @@ class LogN(_LengthScale):
 
     def factor(self, seen: Tensor) -> Tensor:
         """max(1, log n / log L)."""
-        length = seen.new_tensor(max(self.geometry.train_length, 2))
+        length = seen.new_tensor(max(self.shape.train_length, 2))
         return (seen.log() / length.log()).clamp(min=1)
 
 
@@ -52,10 +52,11 @@ class _Floored(_LengthScale):
     default_floor: int | None = None
     """The model's own; None for the training length."""
 
-    def __init__(self, geometry: AttentionShape, *, strength: float = 0.1, floor: int | None = None) -> None:
-        super().__init__(geometry)
-        floor = floor or self.default_floor or geometry.train_length
+    def __init__(self, shape: AttentionShape, *, strength: float = 0.1, floor: int | None = None) -> None:
+        super().__init__(shape)
         check_number("strength", strength, "The models have 0.1.")
+        if floor is None:
+            floor = self.default_floor or shape.train_length
         check_int("floor", floor, "Leave it out for the model's own.")
         self.strength, self.floor = strength, floor
 
@@ -85,7 +86,7 @@ class Ministral3Scale(_Floored):
 class LogFloor(_Floored):
     """A smooth rise from the training length on."""
 
-    paper = "Inkling 2026 (transformers)"
+    paper = "Thinking Machines 2026, the model Inkling"
 
     def factor(self, seen: Tensor) -> Tensor:
         """1 + strength log(max(n / floor, 1))."""

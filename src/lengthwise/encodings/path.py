@@ -8,8 +8,8 @@ blocks of keys: the products of a block are one triangular system. It is a resco
 the cost of attention itself several times over. A contraction cannot be undone, so no rotation of q and k gives it.
 
 The state is what enters the convolution and beta, head_dim + 1 numbers per token and head; keys are cached as they are,
-where the authors rewrite all cached keys at every new token. scale is 1 / sqrt(head_dim). Causal only. With a forget
-gate it is `path+fox`.
+where the authors rewrite all cached keys at every new token. scale is 1 / sqrt(head_dim), whatever the model's. Causal
+only. With a forget gate it is `path+fox`.
 """
 
 import torch
@@ -43,17 +43,18 @@ class Path(Encoding):
 
     paper = "Yang et al. 2025, arXiv 2505.16381"
     rescores_qk = True
+    replaces_content = True
     two_sided = False
     windowed = False
     tables = ("taps",)
 
-    def __init__(self, geometry: AttentionShape, *, rank: int = 32) -> None:
-        super().__init__(geometry)
+    def __init__(self, shape: AttentionShape, *, rank: int = 32) -> None:
+        super().__init__(shape)
         check_int("rank", rank, "The authors have 32.")
-        self.down = nn.Linear(geometry.width, rank, bias=False)
-        self.up = nn.Linear(rank, geometry.heads * geometry.head_dim, bias=False)
-        self.taps = nn.Parameter(torch.empty(geometry.heads, geometry.head_dim, 3))
-        self.to_beta = nn.Linear(geometry.width, geometry.heads)
+        self.down = nn.Linear(shape.width, rank, bias=False)
+        self.up = nn.Linear(rank, shape.heads * shape.head_dim, bias=False)
+        self.taps = nn.Parameter(torch.empty(shape.heads, shape.head_dim, 3))
+        self.to_beta = nn.Linear(shape.width, shape.heads)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -64,21 +65,21 @@ class Path(Encoding):
 
     def state(self, x: Tokens, key_mask: Bool[Tensor, "#batch position"] | None = None) -> State:
         """What enters the convolution, and beta; 0 for masked tokens."""
-        checked_tokens(x, self.geometry.width)
-        vector = project(self.up, project(self.down, x).transpose(1, 2)).unflatten(1, (self.geometry.heads, -1))
+        checked_tokens(x, self.shape.width)
+        vector = project(self.up, project(self.down, x).transpose(1, 2)).unflatten(1, (self.shape.heads, -1))
         beta = 2 * project(self.to_beta, x).sigmoid()
         return {"vector": masked_tokens(vector.transpose(2, 3), key_mask), "beta": masked_tokens(beta, key_mask)}
 
     def rescore(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> ScoreFunction:
         """The product over the tokens between, in the place of q.k."""
-        g, own = self.geometry, self.state(x) if state is None else state
-        vector = checked_state(own, "vector", x.shape[0], g.heads, layout.key_count, g.head_dim)
-        beta = checked_state(own, "beta", x.shape[0], g.heads, layout.key_count)
+        shape, own = self.shape, self.state(x) if state is None else state
+        vector = checked_state(own, "vector", x.shape[0], shape.heads, layout.key_count, shape.head_dim)
+        beta = checked_state(own, "beta", x.shape[0], shape.heads, layout.key_count)
         w = F.silu(convolved(vector, self.taps, layout))
         w = w * (w.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
         # A token that is not finite has no finite key either, which is what its queries notice; others must not.
         w, beta = (numbers.where(numbers.isfinite(), 0) for numbers in (w, beta))
-        scale = w.new_tensor(g.head_dim**-0.5)
+        scale = w.new_tensor(shape.head_dim**-0.5)
         return ScoreFunction(path_scores, (layout.query_slots(), w, beta, scale))
 
 

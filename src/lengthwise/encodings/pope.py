@@ -6,19 +6,19 @@ angle.
 
 with a frequency for every channel, f[c] = base ** (-c / head_dim), and learned delta in [-2 pi, 0], from 0. q and k
 become twice as wide, so q.k costs twice as much; values and the cache do not grow, since keys are cached before. The
-scale is the model's, 1 / sqrt(head_dim): the paper does not print its own. There is no authors' code.
+scale is the model's, 1 / sqrt(head_dim): the paper does not print its own. Give it to `attend` as scale=, which else
+takes the doubled width. There is no authors' code.
 """
 
 import math
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from lengthwise.bias import at_least_float32
 from lengthwise.encodings._rotary import check_turned, waves_of
-from lengthwise.encodings.base import AttentionShape, Encoding, State
+from lengthwise.encodings.base import AttentionShape, Encoding, Keys, Queries, State
 from lengthwise.errors import check_number
 from lengthwise.token_layout import TokenLayout
 
@@ -30,11 +30,11 @@ class Pope(Encoding):
     tables = ("delta",)
     turns_last = True
 
-    def __init__(self, geometry: AttentionShape, *, base: float = 10000.0) -> None:
-        super().__init__(geometry)
+    def __init__(self, shape: AttentionShape, *, base: float = 10000.0) -> None:
+        super().__init__(shape)
         check_number("base", base, "10000 is usual.")
         self.base = base
-        self.delta = nn.Parameter(torch.empty(geometry.heads, geometry.head_dim))
+        self.delta = nn.Parameter(torch.empty(shape.heads, shape.head_dim))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -46,17 +46,11 @@ class Pope(Encoding):
         """Whether a cache must hold keys that are not yet turned: turned ones are twice as wide."""
         return True
 
-    def rotate(
-        self,
-        q: Float[Tensor, "batch head query dim"],
-        k: Float[Tensor, "batch kv_head key dim"],
-        layout: TokenLayout,
-        state: State | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def rotate(self, q: Queries, k: Keys, layout: TokenLayout, state: State | None = None) -> tuple[Tensor, Tensor]:
         """Real and imaginary parts, one behind the other: twice as many channels."""
-        check_turned(q, k, layout, self.geometry, own_heads=True)
+        check_turned(q, k, layout, self.shape, own_heads=True)
         delta = at_least_float32(self.delta).clamp(-2 * math.pi, 0)[:, None]
-        dim = self.geometry.head_dim
+        dim = self.shape.head_dim
         frequency = self.base ** (-torch.arange(dim, dtype=delta.dtype, device=delta.device) / dim)
         query, key = (at[:, None, :, None].to(delta.dtype) * frequency for at in (layout.query, layout.key))
         return _polar(q, query), _polar(k, key + delta)

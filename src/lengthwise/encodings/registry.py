@@ -9,6 +9,9 @@ from lengthwise.encodings.composition import compose
 ENCODINGS: dict[str, type[Encoding]] = {}
 """Every encoding by its name; `register` adds to it."""
 
+RESERVED = "+,:."
+"""What names of encodings cannot have: they join parts, layers, windows and the names of weights."""
+
 
 def make(
     name: str,
@@ -38,9 +41,9 @@ def make(
     return build(name, AttentionShape(heads, width, head_dim, train_length, causal), options)
 
 
-def build(name: str, geometry: AttentionShape, options: Mapping[str, object]) -> Encoding:
-    """An encoding from its name, its geometry and its own options."""
-    return find(name).from_options(name, geometry, options)
+def build(name: str, shape: AttentionShape, options: Mapping[str, object]) -> Encoding:
+    """An encoding from its name, the shape of its attention and its own options."""
+    return find(name).from_options(name, shape, options)
 
 
 def find(name: str) -> type[Encoding]:
@@ -64,8 +67,8 @@ def register(name: str, encoding: type[Encoding]) -> type[Encoding]:
     """Make an encoding known by name to everything in Lengthwise: models, studies, and the laws."""
     if not isinstance(encoding, type) or not issubclass(encoding, Encoding):
         raise TypeError(f"an encoding must be a subclass of lengthwise.Encoding, got {encoding!r}")
-    if not isinstance(name, str) or not name or "+" in name:
-        raise TypeError(f"an encoding's name must be a string without '+', got {name!r}")
+    if not isinstance(name, str) or not name or set(name) & set(RESERVED):
+        raise TypeError(f"an encoding's name must be a string without any of {RESERVED!r}, got {name!r}")
     if ENCODINGS.get(name, encoding) is not encoding:
         owner = ENCODINGS[name].__name__
         raise ValueError(f"a name must belong to one encoding, got {name!r}, which is {owner} already")

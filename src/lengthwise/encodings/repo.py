@@ -8,14 +8,15 @@ is a schedule of layers here. The state is z; what is cached beside it are keys 
 """
 
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor, nn
 
-from lengthwise.encodings._rope_scaling import RopeBase
-from lengthwise.encodings._rotary import check_even, check_turned, turn_both
+from lengthwise.encodings._rotary import check_even, check_turned, plain_frequencies, turn_both
 from lengthwise.encodings.base import (
     AttentionShape,
     Encoding,
+    Keys,
+    Queries,
     State,
     Tokens,
     checked_state,
@@ -33,16 +34,16 @@ class Repo(Encoding):
 
     paper = "Li et al. 2025, arXiv 2512.14391"
 
-    def __init__(self, geometry: AttentionShape, *, base: float = 10000.0, hidden: int | None = None) -> None:
-        super().__init__(geometry)
-        check_even("repo", geometry)
+    def __init__(self, shape: AttentionShape, *, base: float = 10000.0, hidden: int | None = None) -> None:
+        super().__init__(shape)
+        check_even("repo", shape)
         check_number("base", base, "10000 is usual.")
-        hidden = max(1, geometry.width // 8) if hidden is None else hidden
+        hidden = max(1, shape.width // 8) if hidden is None else hidden
         check_int("hidden", hidden, "The paper has an eighth of the width.")
         self.base = base
-        self.gate = nn.Linear(geometry.width, hidden, bias=False)
-        self.content = nn.Linear(geometry.width, hidden, bias=False)
-        self.out = nn.Linear(hidden, geometry.heads, bias=False)
+        self.gate = nn.Linear(shape.width, hidden, bias=False)
+        self.content = nn.Linear(shape.width, hidden, bias=False)
+        self.out = nn.Linear(hidden, shape.heads, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -52,19 +53,13 @@ class Repo(Encoding):
 
     def state(self, x: Tokens, key_mask: Bool[Tensor, "#batch position"] | None = None) -> State:
         """z; 0 for masked tokens."""
-        checked_tokens(x, self.geometry.width)
+        checked_tokens(x, self.shape.width)
         hidden = F.silu(project(self.gate, x)) * project(self.content, x)
         return {"position": masked_tokens(project(self.out, hidden.transpose(1, 2)), key_mask)}
 
-    def rotate(
-        self,
-        q: Float[Tensor, "batch head query dim"],
-        k: Float[Tensor, "batch kv_head key dim"],
-        layout: TokenLayout,
-        state: State | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def rotate(self, q: Queries, k: Keys, layout: TokenLayout, state: State | None = None) -> tuple[Tensor, Tensor]:
         """Both turned by their own real positions."""
-        check_turned(q, k, layout, self.geometry, own_heads=True)
-        position = checked_state(state, "position", q.shape[0], self.geometry.heads, layout.key_count)
-        frequencies = RopeBase(self.base, self.geometry.head_dim, self.geometry.train_length).plain(position.device)
+        check_turned(q, k, layout, self.shape, own_heads=True)
+        position = checked_state(state, "position", q.shape[0], self.shape.heads, layout.key_count)
+        frequencies = plain_frequencies(self.base, self.shape, position.device)
         return turn_both(q, k, position[..., None] * frequencies.to(position.dtype), layout)

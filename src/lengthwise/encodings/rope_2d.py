@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lengthwise.bias import at_least_float32
 from lengthwise.encodings._cells import Cells, cells_of, checked_columns
 from lengthwise.encodings._rotary import check_even, check_turned, turn, waves_of
-from lengthwise.encodings.base import AttentionShape, Encoding, State
+from lengthwise.encodings.base import AttentionShape, Encoding, Keys, Queries, State
 from lengthwise.errors import check_number
 from lengthwise.token_layout import TokenLayout
 
@@ -29,15 +29,15 @@ class AxialRope(Encoding):
 
     paper = PAPER
 
-    def __init__(self, geometry: AttentionShape, *, base: float = 100.0, columns: int | None = None) -> None:
-        super().__init__(geometry)
-        check_even("rope on a grid", geometry)
+    def __init__(self, shape: AttentionShape, *, base: float = 100.0, columns: int | None = None) -> None:
+        super().__init__(shape)
+        check_even("rope on a grid", shape)
         check_number("base", base, "The authors have 100, mixed 10.")
-        self.base, self.columns = base, checked_columns(columns, geometry)
+        self.base, self.columns = base, checked_columns(columns, shape)
 
     def axial(self, device: torch.device | None = None) -> Float[Tensor, "2 pair"]:
         """Radians per row and per column, of each pair: one of the two is 0."""
-        pairs = self.geometry.head_dim // 2
+        pairs = self.shape.head_dim // 2
         wave = self.base ** (-2 * torch.arange(pairs - pairs // 2, dtype=torch.float32, device=device) / pairs)
         by_column = torch.cat([wave, torch.zeros(pairs // 2, device=device)])
         return torch.stack([torch.cat([torch.zeros_like(wave), wave[: pairs // 2]]), by_column])
@@ -46,16 +46,10 @@ class AxialRope(Encoding):
         """Radians per row and per column, of each head and pair."""
         return self.axial(device)[None]
 
-    def rotate(
-        self,
-        q: Float[Tensor, "batch head query dim"],
-        k: Float[Tensor, "batch kv_head key dim"],
-        layout: TokenLayout,
-        state: State | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def rotate(self, q: Queries, k: Keys, layout: TokenLayout, state: State | None = None) -> tuple[Tensor, Tensor]:
         """Both turned by their rows and columns."""
         frequency = self.frequency(q.device)
-        check_turned(q, k, layout, self.geometry, own_heads=frequency.shape[0] > 1, axes=True)
+        check_turned(q, k, layout, self.shape, own_heads=frequency.shape[0] > 1, axes=True)
         return tuple(  # type: ignore[return-value]
             turn(x, waves_of(_angles(cells, frequency), frequency.dtype), "interleaved")
             for x, cells in zip((q, k), cells_of(layout, self.columns), strict=True)
@@ -74,14 +68,14 @@ class MixedRope(AxialRope):
     paper = PAPER
     tables = ("direction",)
 
-    def __init__(self, geometry: AttentionShape, *, base: float = 10.0, columns: int | None = None) -> None:
-        super().__init__(geometry, base=base, columns=columns)
-        self.direction = nn.Parameter(torch.empty(geometry.heads, 2, geometry.head_dim // 2))
+    def __init__(self, shape: AttentionShape, *, base: float = 10.0, columns: int | None = None) -> None:
+        super().__init__(shape, base=base, columns=columns)
+        self.direction = nn.Parameter(torch.empty(shape.heads, 2, shape.head_dim // 2))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Axial frequencies, turned by an angle that is drawn for each head."""
-        angle = 2 * math.pi * torch.rand(self.geometry.heads, 1, device=self.direction.device)
+        angle = 2 * math.pi * torch.rand(self.shape.heads, 1, device=self.direction.device)
         by_row, by_column = self.axial(self.direction.device)
         along_row, along_column = (
             torch.stack([angle.sin(), angle.cos()], 1),

@@ -23,21 +23,21 @@ class Sandwich(Encoding):
     kind = DistanceBias
     context_free = True
 
-    def __init__(self, geometry: AttentionShape, *, dim: int = 128) -> None:
-        super().__init__(geometry)
+    def __init__(self, shape: AttentionShape, *, dim: int = 128) -> None:
+        super().__init__(shape)
         check_int("dim", dim, "The paper has 128.", least=2)
         self.dim = dim
         self._tables = TableCache()
 
     def bias(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> Bias:
         """A table with one number per distance, or the function itself where positions have gaps."""
-        device, causal = layout.query.device, self.geometry.causal
+        device, causal = layout.query.device, self.shape.causal
         return bias_of_distance(self._tables, sandwich, lambda: self._numbers(device), layout, causal=causal)
 
     def _numbers(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Each head's factor and each wave's frequency."""
         wide = torch.float64 if has_float64(device) else torch.float32
-        heads = self.geometry.heads
+        heads = self.shape.heads
         factor = heads / (8 * torch.arange(1, heads + 1, dtype=wide, device=device))
         return factor, 10000 ** (-torch.arange(0, self.dim // 2 * 2, 2, dtype=wide, device=device) / self.dim)
 

@@ -11,16 +11,17 @@ are float64. Causal only: the convolution looks back.
 """
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor, nn
 
 from lengthwise.bias import at_least_float32
 from lengthwise.encodings._convolution import convolved, reset_convolution
-from lengthwise.encodings._rope_scaling import RopeBase
-from lengthwise.encodings._rotary import check_even, check_turned, summed_angles, turn_both
+from lengthwise.encodings._rotary import check_even, check_turned, plain_frequencies, summed_angles, turn_both
 from lengthwise.encodings.base import (
     AttentionShape,
     Encoding,
+    Keys,
+    Queries,
     State,
     Tokens,
     checked_state,
@@ -41,19 +42,19 @@ class SelectiveRope(Encoding):
     windowed = False
     tables = ("taps",)
 
-    def __init__(self, geometry: AttentionShape, *, base: float = 500_000.0, rank: int = 16, taps: int = 4) -> None:
-        super().__init__(geometry)
-        check_even("selective-rope", geometry)
+    def __init__(self, shape: AttentionShape, *, base: float = 500_000.0, rank: int = 16, taps: int = 4) -> None:
+        super().__init__(shape)
+        check_even("selective-rope", shape)
         check_number("base", base, "The authors have 500000.")
         check_int("rank", rank, "The authors have 16.")
         check_int("taps", taps, "The authors have 4.")
-        if geometry.width % geometry.heads:
-            raise ValueError(f"heads must divide the width, got {geometry.heads} and {geometry.width}")
+        if shape.width % shape.heads:
+            raise ValueError(f"heads must divide the width, got {shape.heads} and {shape.width}")
         self.base = base
-        pairs = geometry.head_dim // 2
-        self.down = nn.Linear(geometry.width, rank, bias=False)
-        self.up = nn.Linear(rank, geometry.heads * pairs, bias=False)
-        self.taps = nn.Parameter(torch.empty(geometry.heads, pairs, taps))
+        pairs = shape.head_dim // 2
+        self.down = nn.Linear(shape.width, rank, bias=False)
+        self.up = nn.Linear(rank, shape.heads * pairs, bias=False)
+        self.taps = nn.Parameter(torch.empty(shape.heads, pairs, taps))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -64,23 +65,17 @@ class SelectiveRope(Encoding):
 
     def state(self, x: Tokens, key_mask: Bool[Tensor, "#batch position"] | None = None) -> State:
         """What enters the convolution; 0 for masked tokens."""
-        checked_tokens(x, self.geometry.width)
-        heads = at_least_float32(x).unflatten(2, (self.geometry.heads, -1))
+        checked_tokens(x, self.shape.width)
+        heads = at_least_float32(x).unflatten(2, (self.shape.heads, -1))
         normed = heads * (heads.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
         phase = project(self.up, project(self.down, normed.flatten(2)).transpose(1, 2))
-        return {"phase": masked_tokens(phase.unflatten(1, (self.geometry.heads, -1)).transpose(2, 3), key_mask)}
+        return {"phase": masked_tokens(phase.unflatten(1, (self.shape.heads, -1)).transpose(2, 3), key_mask)}
 
-    def rotate(
-        self,
-        q: Float[Tensor, "batch head query dim"],
-        k: Float[Tensor, "batch kv_head key dim"],
-        layout: TokenLayout,
-        state: State | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def rotate(self, q: Queries, k: Keys, layout: TokenLayout, state: State | None = None) -> tuple[Tensor, Tensor]:
         """Both turned by the sums so far."""
-        g = self.geometry
-        check_turned(q, k, layout, g, own_heads=True)
-        phase = checked_state(state, "phase", q.shape[0], g.heads, layout.key_count, g.head_dim // 2)
-        step = convolved(phase, self.taps, layout) * RopeBase(self.base, g.head_dim, g.train_length).plain(q.device)
+        shape = self.shape
+        check_turned(q, k, layout, shape, own_heads=True)
+        phase = checked_state(state, "phase", q.shape[0], shape.heads, layout.key_count, shape.head_dim // 2)
+        step = convolved(phase, self.taps, layout) * plain_frequencies(self.base, shape, q.device)
         # Padding takes no step, whatever the tokens before it.
         return turn_both(q, k, summed_angles(masked_tokens(step, layout.key_mask)), layout)

@@ -24,11 +24,11 @@ class Shaw(QueryEncoding):
     kind = QueryDistanceBias
     tables = ("table",)
 
-    def __init__(self, geometry: AttentionShape, *, reach: int = 16) -> None:
-        super().__init__(geometry)
+    def __init__(self, shape: AttentionShape, *, reach: int = 16) -> None:
+        super().__init__(shape)
         check_int("reach", reach, "The paper has 16.")
-        self.first = 0 if geometry.causal else -reach
-        self.table = nn.Parameter(torch.empty(reach + 1 - self.first, geometry.head_dim))
+        self.first = 0 if shape.causal else -reach
+        self.table = nn.Parameter(torch.empty(reach + 1 - self.first, shape.head_dim))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -45,5 +45,5 @@ class Shaw(QueryEncoding):
         k: Tensor | None = None,
     ) -> QueryDistanceBias:
         """Queries that meet the table."""
-        rows = self.queries(q, layout) * self.geometry.head_dim**-0.5
+        rows = self.queries(q, layout) * self.shape.head_dim**-0.5
         return QueryDistanceBias(rows, self.table.T[None], layout.query, layout.key, first=self.first)

@@ -22,11 +22,11 @@ class Sink(Encoding):
 
     paper = "OpenAI 2025, arXiv 2508.10925"
 
-    def __init__(self, geometry: AttentionShape, *, start: Literal["normal", "zero"] = "normal") -> None:
-        super().__init__(geometry)
+    def __init__(self, shape: AttentionShape, *, start: Literal["normal", "zero"] = "normal") -> None:
+        super().__init__(shape)
         check_choice("start", start, ("normal", "zero"), "gpt-oss has 'normal', Granite 'zero'.")
         self.start = start
-        self.logit = nn.Parameter(torch.empty(geometry.heads))
+        self.logit = nn.Parameter(torch.empty(shape.heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -19,15 +19,15 @@ class Sinusoidal(Encoding):
 
     paper = "Vaswani et al. 2017, arXiv 1706.03762"
 
-    def __init__(self, geometry: AttentionShape, *, amplitude: float = 0.02) -> None:
-        super().__init__(geometry)
+    def __init__(self, shape: AttentionShape, *, amplitude: float = 0.02) -> None:
+        super().__init__(shape)
         check_number("amplitude", amplitude, "0.02 suits tokens that start at N(0, 0.02).")
         self.amplitude = amplitude
 
     def embed(self, x: Tokens, layout: TokenLayout) -> Tokens:
         """Tokens plus the waves at their position."""
         positions = layout.query
-        width = self.geometry.width
+        width = self.shape.width
         checked_tokens(x, width)
         checked_count(x, positions, of="position")
         pairs = torch.arange(0, width, 2, device=x.device, dtype=torch.float32)

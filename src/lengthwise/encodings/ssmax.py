@@ -4,7 +4,7 @@
 
 so that the largest weight does not fade as sequences grow. s is learned per head and starts at 1 / mean(log n) over the
 training length (0.168 at 1,024), which makes the mean factor 1. n counts real tokens of the query's own document,
-in a window at most the window. Beside a bias or another encoding it is `alibi+ssmax`; the paper warns of the offset.
+and those of the window alone. Beside a bias or another encoding it is `alibi+ssmax`; the paper warns of the offset.
 """
 
 import math
@@ -24,15 +24,15 @@ class SsMax(Encoding):
 
     paper = "Nakanishi 2025, arXiv 2501.19399"
 
-    def __init__(self, geometry: AttentionShape, *, start: float | None = None, offset: bool = False) -> None:
-        super().__init__(geometry)
+    def __init__(self, shape: AttentionShape, *, start: float | None = None, offset: bool = False) -> None:
+        super().__init__(shape)
         if start is not None:
             check_number("start", start, "Leave it out for a mean factor of 1; the paper's figure has 0.43.")
         check_flag("offset", offset)
-        length = max(geometry.train_length, 2)
+        length = max(shape.train_length, 2)
         self.start = length / math.lgamma(length + 1) if start is None else start
-        self.scale = nn.Parameter(torch.empty(geometry.heads))
-        self.offset = nn.Parameter(torch.empty(geometry.heads)) if offset else None
+        self.scale = nn.Parameter(torch.empty(shape.heads))
+        self.offset = nn.Parameter(torch.empty(shape.heads)) if offset else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -50,11 +50,9 @@ class SsMax(Encoding):
         self, x: Tokens, layout: TokenLayout, *, window: Window | None = None
     ) -> Float[Tensor, "#batch head query"]:
         """s log n, and the offset."""
-        seen = layout.visible_counts()
-        if window is not None:
-            if not isinstance(window, int):
-                raise NotImplementedError(f"ssmax counts the keys of a window that is an int, got {window}")
-            seen = seen.clamp(max=window)
+        if window is not None and not isinstance(window, int):
+            raise NotImplementedError(f"ssmax counts the keys of a window that is an int, got {window}")
+        seen = layout.visible_counts(window)
         scale = at_least_float32(self.scale)[None, :, None]
         factor = scale * seen.to(scale.dtype).log()
         return factor if self.offset is None else factor + at_least_float32(self.offset)[None, :, None]

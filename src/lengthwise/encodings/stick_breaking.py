@@ -5,8 +5,8 @@
 Recency comes from the order alone, and what is left of the stick goes nowhere. A query does not see itself, unless
 `attend_current`. It is a softmax with a sink: log weight as the score, and log of the rest r[i] as the sink. The sink
 must not depend on the row, so both are raised by -log r[i], where the sink is 0; where r is below the rounding of 1 its
-exact size cannot matter, and the raise stops. Causal only. Sums are float64, and rows are rescored whole, in plain
-matrices block by block: tens of times as slow as a fused kernel.
+exact size cannot matter, and the raise stops. So it goes with no other sink and no logit scale. Causal only. Sums are
+float64, and rows are rescored whole, in plain matrices block by block: tens of times as slow as a fused kernel.
 """
 
 import math
@@ -32,8 +32,8 @@ class StickBreaking(Encoding):
     paper = "Tan et al. 2024, arXiv 2410.17980"
     two_sided = False
 
-    def __init__(self, geometry: AttentionShape, *, attend_current: bool = False) -> None:
-        super().__init__(geometry)
+    def __init__(self, shape: AttentionShape, *, attend_current: bool = False) -> None:
+        super().__init__(shape)
         check_flag("attend_current", attend_current)
         self.attend_current = attend_current
 
@@ -44,7 +44,7 @@ class StickBreaking(Encoding):
 
     def sink(self, x: Tokens) -> Float[Tensor, " head"]:
         """0: what the rest of the stick is raised to."""
-        return at_least_float32(x.new_zeros(self.geometry.heads))
+        return at_least_float32(x.new_zeros(self.shape.heads))
 
 
 @registered

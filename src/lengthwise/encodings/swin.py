@@ -4,7 +4,8 @@
 
 for a grid of rows x columns tokens, beyond which it has no answer. Positions have rows and columns, or are counted
 along the rows. A cell's code, row * (2 columns - 1) + column, makes one number of both: differences of codes tell all
-offsets apart, so that it is a table of distances (a function of codes where positions are counted). Two-sided.
+offsets apart, so that it is a table of distances where positions have rows and columns, in the CPU kernel. Where they
+are counted it is a function of the codes, tile by tile. Two-sided.
 """
 
 import torch
@@ -21,16 +22,16 @@ class Swin(Encoding):
     """A table of all offsets within a window of patches."""
 
     paper = "Liu et al. 2021, arXiv 2103.14030"
-    kind = DistanceBias
+    kind = FunctionBias
     context_free = True
     tables = ("table",)
 
-    def __init__(self, geometry: AttentionShape, *, rows: int | None = None, columns: int | None = None) -> None:
-        super().__init__(geometry)
-        self.columns = checked_columns(columns, geometry)
+    def __init__(self, shape: AttentionShape, *, rows: int | None = None, columns: int | None = None) -> None:
+        super().__init__(shape)
+        self.columns = checked_columns(columns, shape)
         self.rows = self.columns if rows is None else rows
         check_int("rows", self.rows, "Leave it out for a square.")
-        self.table = nn.Parameter(torch.empty((2 * self.rows - 1) * (2 * self.columns - 1), geometry.heads))
+        self.table = nn.Parameter(torch.empty((2 * self.rows - 1) * (2 * self.columns - 1), shape.heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -26,19 +26,19 @@ class T5(Encoding):
     context_free = True
     tables = ("table",)
 
-    def __init__(self, geometry: AttentionShape, *, buckets: int = 32, max_distance: int = 128) -> None:
-        super().__init__(geometry)
+    def __init__(self, shape: AttentionShape, *, buckets: int = 32, max_distance: int = 128) -> None:
+        super().__init__(shape)
         check_int("buckets", buckets, "T5 has 32.")
         check_int("max_distance", max_distance, "T5 has 128.")
-        side = buckets if geometry.causal else buckets // 2
-        if side < 2 or side % 2 or max_distance <= side // 2 or (not geometry.causal and buckets % 2):
+        side = buckets if shape.causal else buckets // 2
+        if side < 2 or side % 2 or max_distance <= side // 2 or (not shape.causal and buckets % 2):
             raise ValueError(
                 "a side must have an even number of buckets, 2 or more, and max_distance beyond the exact half, got "
                 f"buckets={buckets}, max_distance={max_distance}; T5 has 32 and 128"
             )
         self.past = bucket_of_distance(side, max_distance)
-        self.ahead = [] if geometry.causal else [side + bucket for bucket in self.past[:0:-1]]
-        self.table = nn.Parameter(torch.empty(buckets, geometry.heads))
+        self.ahead = [] if shape.causal else [side + bucket for bucket in self.past[:0:-1]]
+        self.table = nn.Parameter(torch.empty(buckets, shape.heads))
         self._tables = TableCache()
         self.reset_parameters()
 

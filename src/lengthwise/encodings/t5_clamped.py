@@ -23,11 +23,11 @@ class T5Clamped(Encoding):
     context_free = True
     tables = ("table",)
 
-    def __init__(self, geometry: AttentionShape, *, reach: int = 256) -> None:
-        super().__init__(geometry)
+    def __init__(self, shape: AttentionShape, *, reach: int = 256) -> None:
+        super().__init__(shape)
         check_int("reach", reach, "The paper has 256.")
-        self.first = 0 if geometry.causal else -reach
-        self.table = nn.Parameter(torch.empty(geometry.heads, reach + 1 - self.first))
+        self.first = 0 if shape.causal else -reach
+        self.table = nn.Parameter(torch.empty(shape.heads, reach + 1 - self.first))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

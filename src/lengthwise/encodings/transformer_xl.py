@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lengthwise.bias import QueryDistanceBias, at_least_float32, without_autocast
 from lengthwise.encodings._queries import QueryEncoding
 from lengthwise.encodings._table_cache import TableCache, is_decoding, table_reach
-from lengthwise.encodings.base import AttentionShape, State, Tokens, checked_heads, reset_linear
+from lengthwise.encodings.base import AttentionShape, Keys, Queries, State, Tokens, reset_linear
 from lengthwise.errors import check_int
 from lengthwise.token_layout import TokenLayout
 
@@ -27,14 +27,14 @@ class TransformerXL(QueryEncoding):
     kind = QueryDistanceBias
     tables = ("content_query", "distance_query")
 
-    def __init__(self, geometry: AttentionShape, *, reach: int | None = None) -> None:
-        super().__init__(geometry)
+    def __init__(self, shape: AttentionShape, *, reach: int | None = None) -> None:
+        super().__init__(shape)
         if reach is not None:
             check_int("reach", reach, "None is for no end.")
         self.reach = reach
-        self.content_query = nn.Parameter(torch.empty(geometry.heads, geometry.head_dim))
-        self.distance_query = nn.Parameter(torch.empty(geometry.heads, geometry.head_dim))
-        self.to_key = nn.Linear(geometry.width, geometry.heads * geometry.head_dim, bias=False)
+        self.content_query = nn.Parameter(torch.empty(shape.heads, shape.head_dim))
+        self.distance_query = nn.Parameter(torch.empty(shape.heads, shape.head_dim))
+        self.to_key = nn.Linear(shape.width, shape.heads * shape.head_dim, bias=False)
         self._tables = TableCache()
         self.reset_parameters()
 
@@ -44,16 +44,9 @@ class TransformerXL(QueryEncoding):
         for query in (self.content_query, self.distance_query):
             nn.init.normal_(query, std=0.02)
 
-    def rotate(
-        self,
-        q: Float[Tensor, "batch head query dim"],
-        k: Float[Tensor, "batch kv_head key dim"],
-        layout: TokenLayout,
-        state: State | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def rotate(self, q: Queries, k: Keys, layout: TokenLayout, state: State | None = None) -> tuple[Tensor, Tensor]:
         """Queries with u added, and keys as they are."""
-        checked_heads("q", q, self.geometry, layout.query_count)
-        return (at_least_float32(q) + self.content_query[:, None]).to(q.dtype), k
+        return (self.queries(q, layout) + self.content_query[:, None]).to(q.dtype), k
 
     def bias(
         self,
@@ -65,7 +58,7 @@ class TransformerXL(QueryEncoding):
         k: Tensor | None = None,
     ) -> QueryDistanceBias:
         """Queries with v added, which meet the waves."""
-        rows = (self.queries(q, layout) + self.distance_query[:, None]) * self.geometry.head_dim**-0.5
+        rows = (self.queries(q, layout) + self.distance_query[:, None]) * self.shape.head_dim**-0.5
         count = table_reach(layout)
         if count is None:  # positions with gaps: as long as it takes
             assert layout.facts is not None
@@ -77,12 +70,12 @@ class TransformerXL(QueryEncoding):
     def _profiles(self, count: int) -> tuple[Float[Tensor, "head dim distance"], int]:
         """W wave(d) for so many distances to each side, up to `reach`, and the first distance."""
         count = count if self.reach is None else min(count, self.reach + 1)
-        first = 0 if self.geometry.causal else 1 - count
-        width, weight = self.geometry.width, at_least_float32(self.to_key.weight)
+        first = 0 if self.shape.causal else 1 - count
+        width, weight = self.shape.width, at_least_float32(self.to_key.weight)
         distance = torch.arange(first, count, device=weight.device).to(weight.dtype)
         pairs = torch.arange(0, width, 2, device=weight.device).to(weight.dtype)
         angles = distance[:, None] * 10000 ** (-pairs / width)
         waves = torch.cat([angles.sin(), angles.cos()], -1)[:, :width]
         with without_autocast(weight):
             keys = F.linear(waves, weight)
-        return keys.unflatten(1, (self.geometry.heads, -1)).permute(1, 2, 0).contiguous(), first
+        return keys.unflatten(1, (self.shape.heads, -1)).permute(1, 2, 0).contiguous(), first

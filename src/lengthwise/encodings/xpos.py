@@ -11,11 +11,10 @@ range of the dtype are refused: 3,966 tokens in one pass in float16, 35,694 in b
 import math
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from lengthwise.encodings._rotary import PairLayout, turn
-from lengthwise.encodings.base import AttentionShape, State
+from lengthwise.encodings._rotary import PairLayout, Waves, check_turned, turn
+from lengthwise.encodings.base import AttentionShape, Keys, Queries, State
 from lengthwise.encodings.rope import Rope
 from lengthwise.errors import check_number
 from lengthwise.token_layout import PositionError, TokenLayout
@@ -30,13 +29,13 @@ class Xpos(Rope):
 
     def __init__(
         self,
-        geometry: AttentionShape,
+        shape: AttentionShape,
         *,
         base: float = 10000.0,
         layout: PairLayout = "interleaved",
         decay: float = 512.0,
     ) -> None:
-        super().__init__(geometry, base=base, layout=layout)
+        super().__init__(shape, base=base, layout=layout)
         check_number("decay", decay, "The paper has 512.")
         self.decay = decay
 
@@ -45,26 +44,21 @@ class Xpos(Rope):
         """Whether a cache must hold keys that are not yet turned: their factor depends on the queries of the call."""
         return True
 
-    def rotate(
-        self,
-        q: Float[Tensor, "batch head query dim"],
-        k: Float[Tensor, "batch kv_head key dim"],
-        layout: TokenLayout,
-        state: State | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Both turned by their positions, queries as they fall behind the middle raised, keys lowered."""
+    def rotate(self, q: Queries, k: Keys, layout: TokenLayout, state: State | None = None) -> tuple[Tensor, Tensor]:
+        """Both turned by their positions; the further behind the middle, the smaller queries and the larger keys."""
+        check_turned(q, k, layout, self.shape)
         query, key = layout.query, layout.key
         self._check_span(query, q.dtype)
-        dim = self.geometry.head_dim
+        dim = self.shape.head_dim
         pairs = torch.arange(0, dim, 2, dtype=torch.float32, device=query.device)
         rate = ((pairs + 0.4 * dim) / (1.4 * dim)).log() / self.decay
         middle = (query.amin(1, keepdim=True) + query.amax(1, keepdim=True)) // 2 if query.numel() else 0
-        raised, lowered = (
+        decayed, grown = (
             ((distance[..., None].float() * rate)[:, None]).exp() for distance in (query - middle, middle - key)
         )
-        return turn(q, self._scaled(query, raised), self.layout), turn(k, self._scaled(key, lowered), self.layout)
+        return turn(q, self._scaled(query, decayed), self.layout), turn(k, self._scaled(key, grown), self.layout)
 
-    def _scaled(self, positions: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    def _scaled(self, positions: Tensor, factor: Tensor) -> Waves:
         cos, sin = self.waves(positions, positions)
         return cos * factor, sin * factor
 

@@ -258,7 +258,10 @@ def rotary_kernel(record: AttentionRecord) -> Float[Tensor, "head distance"] | N
     means = [_mean(x, rotary.query_mask).expand(-1, -1, queries, -1) for x in unrotated]
     q, k = rotary.rotate(*means)
     at_zero = k[:, :, :1].repeat_interleave(q.shape[1] // k.shape[1], 1)
-    return record.scale * (q * at_zero).sum(-1)[0].float().cpu()
+    kernel = record.scale * (q * at_zero).sum(-1)[0].float().cpu()
+    # Transformer-XL adds to its queries and does not turn them.
+    is_flat = queries > 1 and bool((kernel == kernel[:, :1]).all())
+    return None if is_flat else kernel
 
 
 def _mean(x: Float[Tensor, "batch head token dim"], mask: Bool[Tensor, "#batch token"] | None) -> Tensor:

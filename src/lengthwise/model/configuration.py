@@ -141,7 +141,7 @@ class LengthwiseConfig(PreTrainedConfig):
         return cls(**(PRESETS[name] | changes))
 
     @property
-    def geometry(self) -> AttentionShape:
+    def shape(self) -> AttentionShape:
         """The attention that the encodings serve."""
         return AttentionShape(self.n_head, self.n_embd, self.head_dim or 0, self.n_positions)
 
@@ -245,12 +245,17 @@ class LengthwiseConfig(PreTrainedConfig):
                 raise OptionError(f"{spec.encoding!r} cannot have such a window, got the layer {spec.label!r}")
             if self.qk_norm and self.qk_norm_place == "after" and find(spec.encoding).turns_last:
                 raise OptionError(f"qk_norm must be before {spec.encoding!r}, which turns keys last, got 'after'")
+            if find(spec.encoding).replaces_content and (self.scale is not None or self.softcap is not None):
+                raise OptionError(
+                    f"{spec.encoding!r} scores queries and keys by itself and can have neither scale nor softcap, got "
+                    f"scale={self.scale} and softcap={self.softcap}"
+                )
         if self.share_encoding and any((s.encoding, s.options) != (specs[0].encoding, specs[0].options) for s in specs):
             raise OptionError(f"share_encoding needs layers with one encoding, got {self.label!r}")
         with torch.device("meta"):
             for spec in (*listed, *specs, *([embedding] if embedding else [])):
                 try:
-                    build(spec.encoding, self.geometry, spec.options)
+                    build(spec.encoding, self.shape, spec.options)
                 except (TypeError, ValueError) as error:
                     raise OptionError(str(error)) from error
 

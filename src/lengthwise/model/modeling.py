@@ -46,7 +46,7 @@ UNSUPPORTED = ("flash", "paged", "lengthwise_")
 
 def make_encoding(config: LengthwiseConfig, spec: LayerSpec) -> Encoding:
     """A new encoding; one that is not double is float32 whatever the model's dtype."""
-    encoding = build(spec.encoding, config.geometry, spec.options)
+    encoding = build(spec.encoding, config.shape, spec.options)
     return encoding if torch.get_default_dtype() == torch.float64 else encoding.float()
 
 
@@ -90,7 +90,7 @@ class LengthwiseAttention(nn.Module):
     def __init__(self, config: LengthwiseConfig, layer_idx: int) -> None:
         super().__init__()
         spec = config.schedule[layer_idx]
-        dim, heads, kv_heads = config.geometry.head_dim, config.n_head, config.n_kv_head or config.n_head
+        dim, heads, kv_heads = config.shape.head_dim, config.n_head, config.n_kv_head or config.n_head
         self.config, self.layer_idx, self.window = config, layer_idx, windows_of(config)[layer_idx]
         self.scaling = dim**-0.5 if config.scale is None else float(config.scale)
         self.is_causal = True
@@ -137,8 +137,8 @@ class LengthwiseAttention(nn.Module):
         """What attention adds to the tokens, and its weights if they were asked for."""
         encoding = encoding or self.encoding
         q, k, v = self.project(x)
-        qk = encoding.own_qk(q, k)
-        state = encoding.state(x, layout.query_mask, **qk)
+        own_qk = encoding.own_qk("bias", q, k)
+        state = encoding.state(x, layout.query_mask, **encoding.own_qk("state", q, k))
         # Keys are cached as they meet queries, unless that changes as the sequence grows.
         rotates, late = encoding.overrides("rotate"), encoding.rotates_late
         if rotates and not late:
@@ -153,7 +153,7 @@ class LengthwiseAttention(nn.Module):
         if rotates and late:
             q, k = self.turn(encoding, q, k, layout, state)
         if bias is None:
-            bias = encoding.bias(x, layout, state, **qk)
+            bias = encoding.bias(x, layout, state, **own_qk)
         if added is not None:
             bias = added if bias is None else SumBias((bias, added))
         own = {} if self.window is None else {"window": self.window}

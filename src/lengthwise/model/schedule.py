@@ -101,6 +101,8 @@ def parse_layer(layer: object) -> LayerSpec:
             raise OptionError(f"a layer has {', '.join(map(repr, FIELDS))}, got {name!r}{hint}")
     if "encoding" not in layer:
         raise OptionError("a layer must have an `encoding`, got one without; 'none' is one")
+    if not isinstance(layer["encoding"], str):
+        raise OptionError(f"a layer's encoding must be a name, got {describe(layer['encoding'])}")
     options = layer.get("encoding_options") or {}
     if not isinstance(options, Mapping):
         raise OptionError(f"a layer's encoding_options must be a dictionary, got {describe(options)}")
@@ -114,6 +116,8 @@ def split_embedding(specs: Sequence[LayerSpec], embed: LayerSpec | None) -> tupl
             f"embed must be an encoding that acts as tokens enter, such as 'learned', got {embed.encoding!r}; others "
             "stand in the layers"
         )
+    if embed is not None and embed.window is not None:
+        raise OptionError(f"embed acts before any attention and must have no window, got {embed.label!r}")
     rest, embeddings = [], []
     for spec in specs:
         find(spec.encoding)
@@ -137,7 +141,7 @@ def _parse_window(window: object) -> Window | None:
         match = SHORT_WINDOW.fullmatch(window)
         if match is None:
             raise OptionError(f"a window in short must be '512' or 'chunk512', got {window!r}")
-        return Band(0, 1, chunk=int(match[2])) if match[1] else _parse_window(int(match[2]))
+        return _band({"farthest": 1, "chunk": int(match[2])}) if match[1] else _parse_window(int(match[2]))
     if window is None or isinstance(window, Band):
         return window
     if isinstance(window, list | tuple):
