@@ -35,6 +35,7 @@ def losses(encoding: str, folder: Path) -> list[float]:
         optimizer=CASES[encoding],
         learning_rate=1e-3,
         final_learning_rate=1e-4,
+        encoding_learning_rate=1e-2 if CASES[encoding] == "muon" else 1e-3,
         warmup=10,
         evaluate_every=STEPS,
         evaluate_tokens=512,
