@@ -13,11 +13,28 @@ SAME_KERNELS = {
     *("carope", "fope", "grape-a", "grape-m", "grape-m-ctx", "hope", "path", "pope", "repo", "selective-rope", "xpos"),
     *("bam", "sandwich", "headscale", "llama4-scale", "log-floor", "logn", "ministral3-scale", "sink", "ssmax"),
     *("stick-breaking", "axial-rope", "mixed-rope", "alibi-2d", "swin"),
+    *(
+        "kerple-power",
+        "t5",
+        "t5-clamped",
+        "cable-nw",
+        "fox",
+        "shaw",
+        "transformer-xl",
+        "learned",
+        "sinusoidal",
+        "dapev2",
+    ),
 }
 """Backends see rotated queries and keys, a table, a factor per row or a sink, as of any other encoding; and so of all
 compositions."""
 
-SAME_MODELS = SAME_KERNELS - {"carope", "grape-a", "pope", "selective-rope", "ssmax", "stick-breaking"}
+FIRST_EDITION = {"kerple-power", "t5", "t5-clamped", "cable-nw", "fox", "learned", "sinusoidal", "dapev2"}
+SAME_MODELS = (
+    SAME_KERNELS
+    - FIRST_EDITION
+    - {"carope", "grape-a", "pope", "selective-rope", "ssmax", "stick-breaking", "shaw", "transformer-xl"}
+)
 """Models treat them as rope, kerple, carope, ssmax or stick-breaking."""
 
 OVER_ALL = ("test_compile", "test_evaluate", "test_inspect", "test_model_citizen", "test_model_decoding")
@@ -32,5 +49,6 @@ def pytest_collection_modifyitems(items):
         elsewhere = module in OVER_ALL or "hold_for_any_shape" in item.name
         in_laws = module == "test_laws" and parameters.get("backend", "auto") != "auto"
         composed = any("+" in name for name in names)
-        if (elsewhere and names & SAME_MODELS) or (in_laws and (composed or names & SAME_KERNELS)):
+        two_sided = module == "test_laws" and "two_sided" in item.name and names & SAME_MODELS
+        if (elsewhere and names & SAME_MODELS) or (in_laws and (composed or names & SAME_KERNELS)) or two_sided:
             item.add_marker(pytest.mark.prove)
