@@ -16,7 +16,7 @@ import lengthwise as lw
 from lengthwise.bias import SumBias
 from lengthwise.cli import main
 from lengthwise.encodings.registry import find
-from lengthwise.model import LengthwiseForCausalLM, convert_gpt2
+from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM, convert_gpt2
 from lengthwise.testing import Subject, assert_near
 
 CACHES = ("dynamic", "static", "early")
@@ -357,3 +357,13 @@ def test_the_command_takes_a_schedule_in_short_as_json_and_from_a_file(tmp_path,
     with pytest.raises(SystemExit):
         main(["train", "--dry-run", "--out", str(tmp_path / "run"), "--layers", "rope,none,none"])
     assert "lengthwise train: layers must cover the depth" in capsys.readouterr().err
+
+
+def test_a_sliding_window_can_be_set_as_in_transformers():
+    config = LengthwiseConfig(encoding="alibi", encoding_options={"slopes": "interleaved"}, n_layer=2)
+    config.sliding_window = 3
+    assert [(spec.encoding, spec.window) for spec in config.schedule] == [("alibi", 3)] * 2
+    assert config.schedule[0].options == {"slopes": "interleaved"}
+    assert (config.sliding_window, config.layer_types) == (3, ["sliding_attention"] * 2)
+    config.sliding_window = None
+    assert config.layer_types is None

@@ -8,7 +8,7 @@ Every error is raised here, before a weight is allocated: encodings are built on
 
 import difflib
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import cycle, islice
 from typing import Any, ClassVar
 
@@ -197,6 +197,13 @@ class LengthwiseConfig(PreTrainedConfig):
     def sliding_window(self) -> int | None:
         """The longest window, for transformers' caches; the model cuts those of other layers down to theirs."""
         return max((reach for reach in self._reaches if reach is not None), default=None)
+
+    @sliding_window.setter
+    def sliding_window(self, window: int | None) -> None:
+        """Give every layer this window, as setting it does in transformers' own models."""
+        specs = [replace(spec, window=window) for spec in self._listed()]
+        self.layers, self.encoding, self.encoding_options = [spec.stored() for spec in specs], None, {}
+        self.check()
 
     def with_options(self, part: str, **options: Any) -> None:
         """Change options of one encoding wherever it stands."""
