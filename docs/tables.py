@@ -12,7 +12,13 @@ README = ROOT / "README.md"
 CATALOGUE = ROOT / "docs/encodings.md"
 MEASURED = ROOT / "benchmarks/results/attention-full.jsonl"
 LENGTHS = (1024, 4096, 16384)
-WORDS = {"plain": "*no bias*", "fire-512": "fire", "fire": "fire (L beyond the length)"}
+WORDS = {
+    "dape": "kerple+dape",
+    "dapev2": "kerple+dapev2",
+    "plain": "*no bias*",
+    "fire-512": "fire",
+    "fire": "fire (L beyond the length)",
+}
 STUDY = ROOT / "benchmarks/results/study.json"
 MODEL = {
     "train": ("training step of preset tiny, 1,024 tokens", "ratio", "{:.2f}"),

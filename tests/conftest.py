@@ -29,12 +29,10 @@ SAME_KERNELS = {
 """Backends see rotated queries and keys, a table, a factor per row or a sink, as of any other encoding; and so of all
 compositions."""
 
-FIRST_EDITION = {"kerple-power", "t5", "t5-clamped", "cable-nw", "fox", "learned", "sinusoidal", "dapev2"}
-SAME_MODELS = (
-    SAME_KERNELS
-    - FIRST_EDITION
-    - {"carope", "grape-a", "pope", "selective-rope", "ssmax", "stick-breaking", "shaw", "transformer-xl"}
-)
+SAME_MODELS = {
+    *("fope", "grape-m", "grape-m-ctx", "hope", "path", "repo", "xpos", "bam", "sandwich", "headscale", "llama4-scale"),
+    *("log-floor", "logn", "ministral3-scale", "sink", "axial-rope", "mixed-rope", "alibi-2d", "swin"),
+}
 """Models treat them as rope, kerple, carope, ssmax or stick-breaking."""
 
 OVER_ALL = ("test_compile", "test_evaluate", "test_inspect", "test_model_citizen", "test_model_decoding")

@@ -44,7 +44,7 @@ def test_muon_steps_the_three_matrices_of_a_projection_apart_and_the_rest_is_ada
     Muon(parts, lr=0.004, weight_decay=0.1, adjust_lr_fn="match_rms_adamw").step()
     now = dict(model.named_parameters())
     assert torch.equal(now[name], torch.cat([part.detach() for part in parts], 1))
-    # AdamW's first step moves every number by the rate: the word embeddings by the model's, the table by its own.
+    # AdamW's first step moves every number by the rate: a norm's by the model's, the table's by its own.
     norm = "transformer.h.1.ln_1.weight"
     assert (now[norm] - before[norm]).abs().mean().item() == pytest.approx(0.004, rel=1e-3)
     tables = [n for n, p in now.items() if "encoding" in n]

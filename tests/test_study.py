@@ -365,7 +365,7 @@ def test_the_papers_studies_parse_and_plan(path):
 
 def test_every_table_of_the_paper_has_a_study():
     tables = paper_tables()["tables"]
-    assert {path.stem for path in CONFIGS} == {*tables, "full-stdlib", "full-wikipedia", "figures"}
+    assert {path.stem for path in CONFIGS} == {*tables, "full-stdlib", "full-wikipedia", "figures", "figures-dapev2"}
     assert {yaml.safe_load(path.read_text()).get("paper") for path in CONFIGS} == {*tables, None}
     assert tables["fineweb-edu-medium"]["cable"] == [17.00, 16.52, 15.97, 15.34, 15.41, 15.41]
     assert tables["wikitext-103-tiny"]["rope"] == [23.66, 22.26, 41.40, 114.77, 220.56, 375.62]

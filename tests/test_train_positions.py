@@ -18,7 +18,7 @@ def test_random_positions_rise_without_repeats_and_reach_the_whole_range():
     assert (drawn.diff(dim=1) > 0).all()
     assert drawn.min() >= 0
     assert drawn.max() < 1000
-    # Every position as likely as every other: a sixteen-thousandth of all draws each, within five standard deviations.
+    # Every position as likely as every other: half of the 6,400 in each half, within five standard deviations.
     halves = np.histogram(drawn, bins=2, range=(0, 1000))[0]
     assert abs(int(halves[0]) - 3200) < 5 * (6400 * 0.25) ** 0.5
 
