@@ -138,7 +138,8 @@ def test_what_options_are_chosen_on_is_neither_trained_on_nor_reported(tmp_path)
 
 
 def test_every_encoding_has_as_many_tries_and_the_best_is_chosen(tmp_path, monkeypatch):
-    def train_here(waiting, **options):
+    def train_here(waiting, *, out, **options):
+        assert out == tmp_path / "study" / "tuning", "the logs of tries must not be taken for those of runs"
         return {run.name: TrainingOutcome(1.0, 1, 1) for run in waiting if train(run.config)}
 
     monkeypatch.setattr("lengthwise.study.tune.train_runs", train_here)

@@ -42,7 +42,8 @@ def with_tuned_rates(config: StudyConfig) -> StudyConfig:
     out = Path(config.out)
     with StudyProgress(every) as progress:
         # A try that fails, for instance at too high a rate, is one that is not chosen.
-        ended = train_runs(waiting, out=out, jobs=parallel_jobs(config, waiting), progress=progress)
+        # Its log has a folder of its own: a try's number could be a run's seed.
+        ended = train_runs(waiting, out=out / "tuning", jobs=parallel_jobs(config, waiting), progress=progress)
     for encoding, runs in tries.items():
         if not any(run.is_finished for run in runs):
             failures = [outcome.failure for run in runs if (outcome := ended.get(run.name)) is not None]
