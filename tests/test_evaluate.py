@@ -100,6 +100,16 @@ def test_fair_fits_into_a_text_that_is_barely_longer_than_the_longest_length(tot
     assert all(w.begin >= 0 and w.targets.stop <= total and w.scored for windows in plans for w in windows)
 
 
+def test_the_rise_is_drawn_with_its_whole_interval():
+    same = {"documents": [0, 1, 2, 3], "tokens": [9, 9, 9, 9], "bytes": [9, 9, 9, 9], "targets": "t"}
+    nats = {12: [20.0, 22.0, 18.0, 21.0], 24: [26.0, 20.0, 23.0, 19.0]}
+    table = LengthTable([Score("m", n, "fair", "x", "y", nats=values, **same) for n, values in nats.items()])
+    axes = table_module.rise_figure(table, train_length=12).axes[0]
+    low, high = table.change("m", 24, 12)[1]
+    bottom, top = axes.get_ylim()
+    assert bottom < math.exp(low) < math.exp(high) < top
+
+
 def test_paper_reads_consecutive_windows_from_the_start_and_no_part_of_one():
     windows = plan_windows("paper", 101, 33, shortest=33, longest=33, windows=1000).windows
     assert [(w.begin, w.targets.start, w.targets.stop) for w in windows] == [(0, 1, 34), (33, 34, 67), (66, 67, 100)]

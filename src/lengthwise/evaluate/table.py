@@ -204,6 +204,7 @@ def rise_figure(table: LengthTable, *, train_length: int) -> "Figure":
         across="length in tokens",
         up=f"times the perplexity at {train_length:,}",
         marked=train_length,
+        whole_bars=True,
     )
 
 

@@ -36,8 +36,12 @@ def lines_figure(
     marked: int | None = None,
     log: bool = True,
     lengths: bool = True,
+    whole_bars: bool = False,
 ) -> Figure:
-    """Lines with their intervals; `marked` is the training length, `lengths` gives x a tick at each value."""
+    """Lines with their intervals; `marked` is the training length, `lengths` gives x a tick at each value.
+
+    With `whole_bars` the intervals decide the height of the figure too, as paired ones should.
+    """
     if not lines:
         raise ValueError("a figure must have at least one line, got none")
     figure = new_figure(LEFT + WIDTH + KEY, TOP + HEIGHT + BELOW)
@@ -50,7 +54,8 @@ def lines_figure(
     if log:
         axes.set_yscale("log")
     # A text that is hard for all models widens every interval alike: the lines fill the figure, bars can leave it.
-    axes.set_ylim(axes.get_ylim())
+    if not whole_bars:
+        axes.set_ylim(axes.get_ylim())
     for place, line in enumerate(lines):
         if line.low is not None and line.high is not None:
             # Beside one another, a few hundredths of a doubling apart.
