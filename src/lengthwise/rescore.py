@@ -149,6 +149,8 @@ class ContextualPositions(Rescore):
 class ScoreFunction(Rescore):
     """scores = function(content, bias, q, k, mask, rows, *arguments): anything else, by blocks of whole rows.
 
+    A block has the first keys up to the last that its rows see, or all of them.
+
     `function` is pure and lives at the top of a module; everything that may need a gradient is in `arguments`.
     Decorated with `lw.registered` it also works in compiled graphs.
     """

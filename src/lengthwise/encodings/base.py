@@ -229,7 +229,7 @@ def every_head(name: str, x: Tensor | None, shape: AttentionShape, count: int) -
     return own if own.shape[1] == shape.heads else own.repeat_interleave(shape.heads // own.shape[1], 1)
 
 
-def query_tokens(x: Tokens, layout: TokenLayout) -> Tokens:
+def query_tokens(x: Tokens, layout: TokenLayout) -> Float[Tensor, "batch query width"]:
     """The tokens of the queries: x, or a part of it where it has those of all keys."""
     start, count = layout.start, layout.query_count
     if x.shape[1] == count:

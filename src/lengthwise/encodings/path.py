@@ -101,6 +101,8 @@ def path_scores(
     Within a block u[s] = beta[s] w[s] . (q after all tokens behind s), so (I + triu(beta w w^T)) u = beta w q, with 0
     on the right for tokens that come after the query; and q after token s is q - sum of u[t] w[t] over t >= s.
     """
+    # The rows may see the first keys alone.
+    w, beta = w[:, :, : k.shape[2]], beta[:, :, : k.shape[2]]
     if has_float64(q.device):
         q, k, w, beta = (x.double() for x in (q, k, w, beta))
     keys = torch.arange(k.shape[2], device=k.device)
