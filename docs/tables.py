@@ -4,6 +4,8 @@ import json
 import re
 from pathlib import Path
 
+from results import stored_results
+
 from lengthwise.encodings import ENCODINGS
 from lengthwise.encodings.catalogue import grouped, overview, page
 
@@ -19,7 +21,8 @@ WORDS = {
     "fire-512": "fire",
     "fire": "fire (L beyond the length)",
 }
-STUDY = ROOT / "benchmarks/results/study.json"
+STUDY = "default"
+"""The study of the README, in docs/results."""
 MODEL = {
     "train": ("training step of preset tiny, 1,024 tokens", "ratio", "{:.2f}"),
     "decode": ("one token of preset small after 4,096", "ratio", "{:.2f}"),
@@ -125,12 +128,17 @@ def study(results: dict) -> str:
     lines += [
         "",
         f"In {'; '.join(results['notes'][:2])}. Trained at {length} tokens, {settings['steps']} steps of "
-        f"{settings['batch_tokens']:,} tokens, {settings.get('optimizer', 'AdamW at one rate for everything')}; "
+        f"{settings['batch_tokens']:,} tokens, {settings['optimizer']}, each encoding at the rates chosen for it; "
         "*under-trained* is more than a quarter above the best there, and not to be judged beyond. "
         f"`{born['command']}` on {born['date']}: {born['machine']}, torch {born['versions']['torch']}, Python "
-        f"{born['versions']['python']}.",
+        f"{born['versions']['python']}{_version(results)}. [The whole report](docs/results/{STUDY}/report.md).",
     ]
     return "\n".join(lines)
+
+
+def _version(results: dict) -> str:
+    other = results["of_another_version"]
+    return "" if other is None else f", Lengthwise {other}, which is not this version"
 
 
 def catalogue() -> str:
@@ -152,6 +160,6 @@ if __name__ == "__main__":
     files = {what: ROOT / f"benchmarks/results/model-{what}.jsonl" for what in MODEL}
     if all(path.exists() for path in files.values()):
         text = filled(text, "model", model({what: rows_of(path) for what, path in files.items()}))
-    if STUDY.exists():
-        text = filled(text, "study", study(json.loads(STUDY.read_text())))
+    if (stored := stored_results(STUDY)) is not None:
+        text = filled(text, "study", study(stored))
     README.write_text(text)

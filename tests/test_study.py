@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import importlib.util
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import lengthwise
 from lengthwise.cli import main, study_parser
 from lengthwise.evaluate import run as evaluate_run
 from lengthwise.evaluate import table as table_module
@@ -66,6 +68,33 @@ def in_process(monkeypatch):
 
     monkeypatch.setattr(execute, "train_runs", train_here)
     return trained, fails
+
+
+def test_results_are_stored_whole_and_of_this_version_alone(tmp_path, in_process, monkeypatch):
+    _, fails = in_process
+    path = Path(__file__).parents[1] / "docs/results.py"
+    spec = importlib.util.spec_from_file_location("results", path)
+    results = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(results)
+    monkeypatch.setattr(results, "STORED", tmp_path / "stored")
+    fails.append("learned")
+    run_study(small(tmp_path))
+    out = tmp_path / "out"
+    with pytest.raises(ValueError, match="must be measured, got none of learned-1337"):
+        results.store_results(out, "crows")
+    fails.clear()
+    run_study(small(tmp_path))
+    folder = results.store_results(out, "crows")
+    assert sorted(file.name for file in folder.iterdir()) == sorted(results.FILES)
+    assert results.stored_results("crows")["of_another_version"] is None
+    monkeypatch.setattr(results, "__version__", "99.0")
+    assert results.stored_results("crows")["of_another_version"] == lengthwise.__version__
+    with pytest.raises(ValueError, match=r"results must be of Lengthwise 99\.0, got"):
+        results.store_results(out, "crows")
+    (out / "rise.png").unlink()
+    with pytest.raises(FileNotFoundError, match=r"got no rise\.png"):
+        results.store_results(out, "crows")
+    assert results.stored_results("ravens") is None
 
 
 def test_a_study_writes_one_report_that_opens_offline_and_never_repeats_what_is_done(tmp_path, in_process):

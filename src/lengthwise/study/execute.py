@@ -6,6 +6,7 @@ out/scores/         the measurement of each run, with the key of what was measur
 out/maps/           the position maps of each encoding's final layer
 out/tuning.json     with --tune: every try of every encoding's learning rates, and which were chosen
 out/report.html     the report; report.md the same without pictures, study.json the values
+out/rise.png        its figures: the rise, the values by length (lengths.png), the losses (losses.png)
 """
 
 import dataclasses

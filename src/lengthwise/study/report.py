@@ -38,10 +38,11 @@ Rows = list[list[str]]
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG and its caption."""
+    """A PNG and its caption; one with a name is also a file of its own."""
 
     content: bytes
     caption: str
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ def write_report(results: StudyResults, out: Path) -> Path:
     content = results.as_json() | {"title": title, "sections": [as_json(section) for section in sections]}
     write_atomic(out / "study.json", json.dumps(content, indent=1) + "\n")
     write_atomic(out / "report.md", as_markdown(title, sections))
+    for picture in (picture for section in sections for picture in section.pictures if picture.name):
+        write_atomic(out / f"{picture.name}.png", picture.content)
     return write_atomic(out / "report.html", as_html(title, sections))
 
 
@@ -129,7 +132,8 @@ def report_sections(results: StudyResults, out: Path) -> list[Section]:
         if rows := rise_rows(results):
             rises = rise_figure(table, train_length=results.train_length)
             words = "The same tokens at every length, so what makes them easy or hard cancels; 95 % intervals."
-            pictures = [Picture(png(rises), "Each line is an encoding, each bar its paired interval over documents.")]
+            caption = "Each line is an encoding, each bar its paired interval over documents."
+            pictures = [Picture(png(rises), caption, "rise")]
             sections.append(Section("Rise on the same tokens", [words], rows, pictures))
         if rows := seed_rows(results):
             words = "The rise of each seed, and the 95 % interval of their mean by Student's t."
@@ -137,10 +141,10 @@ def report_sections(results: StudyResults, out: Path) -> list[Section]:
         if rows := hypothesis_rows(results):
             words = "Written down before the runs; held or failed only where the whole interval is on one side."
             sections.append(Section("Hypotheses", [words], rows))
-        drawing = length_figure(table, train_length=results.train_length)
         caption = "Each line is an encoding; the bars are its 95 % intervals over documents, which differ."
+        values = Picture(png(length_figure(table, train_length=results.train_length)), caption, "lengths")
         sections += [
-            Section(f"{metric} by length", table=result_rows(results), pictures=[Picture(png(drawing), caption)]),
+            Section(f"{metric} by length", table=result_rows(results), pictures=[values]),
             Section("95 % intervals", ["Over documents and seeds."], interval_rows(table)),
         ]
         if rows := difference_rows(table):
@@ -328,7 +332,7 @@ def loss_curves(results: StudyResults) -> Picture | None:
     drawing = lines_figure(
         lines, title="Training loss", across="step", up="loss (nats per token)", log=False, lengths=False
     )
-    return Picture(png(drawing), "Mean over a hundredth of the steps at a time.")
+    return Picture(png(drawing), "Mean over a hundredth of the steps at a time.", "losses")
 
 
 def head_maps(results: StudyResults, out: Path) -> list[Picture]:
