@@ -22,7 +22,7 @@ from lengthwise.encodings._rope_scaling import NAMES, SCALINGS
 from lengthwise.encodings._rotary import PAIR_LAYOUTS
 from lengthwise.encodings.registry import build
 from lengthwise.model.attention import Output
-from lengthwise.model.families.swap import LayerCall, as_before, attention_modules, is_causal, swap_attention
+from lengthwise.model.families.swap import LayerCall, as_before, attention_modules, is_causal, owner_of, swap_attention
 from lengthwise.token_layout import TokenLayout, Window
 
 FARTHEST = 4096
@@ -62,8 +62,9 @@ class AttentionLayer:
 
 
 def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
-    """The attention layers of a model on transformers' attention interface, or an error that names what is in the way."""
+    """The attention layers of a model on transformers' attention interface; an error names what is in the way."""
     modules = attention_modules(model)
+    owner_of(model, modules)
     own: dict[int, tuple[LayerCall, Output]] = {}
     flat: dict[int, LayerCall] = {}
 
@@ -86,7 +87,9 @@ def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
                 swap.undo()
     missing = [name for number, name in enumerate(modules) if number not in flat]
     if missing:
-        raise NotImplementedError(f"{missing[0]} of {type(model).__name__} does not take part in a forward pass of text")
+        raise NotImplementedError(
+            f"{missing[0]} of {type(model).__name__} does not take part in a forward pass of text"
+        )
     return [
         _layer(model, name, module, own[number][0], flat[number], positions)
         for number, (name, module) in enumerate(modules.items())
@@ -112,7 +115,8 @@ def _positions(model: PreTrainedModel) -> Tensor:
 
 def _run_body(model: PreTrainedModel, positions: Tensor) -> None:
     config = model.config.get_text_config()
-    size = model.get_input_embeddings().num_embeddings
+    table: Any = model.get_input_embeddings()
+    size: int = table.num_embeddings
     # Not the first ones, which are special.
     tokens = (size // 2 + torch.arange(positions.shape[1])[None]) % size
     given: dict[str, Any] = {"input_ids": tokens.to(model.device)}

@@ -16,7 +16,8 @@ How it gets there, without a change to the model's code:
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +30,7 @@ from lengthwise.bias import Bias, SumBias
 from lengthwise.encodings.base import State
 from lengthwise.model.attention import Output, lengthwise_attention
 from lengthwise.model.cache import cached_layout, cached_length, remember
+from lengthwise.model.families.base import restore_implementations, set_implementation
 from lengthwise.model.layout import added_by, make_layout, with_mask
 from lengthwise.token_layout import Band, Slot, TokenLayout, Window
 
@@ -98,9 +100,13 @@ class LayerCall:
         if self.added is not None:
             bias = options.get("bias")
             options["bias"] = self.added if bias is None else SumBias((bias, self.added))
-        return lengthwise_attention(
+        out, weights = lengthwise_attention(
             self.module, q, k, v, None, layout=self.layout, output_attentions=self.weights, **options
         )
+        observer = None if torch.compiler.is_compiling() else _observer.get()
+        if observer is not None:
+            observer(self, q, k, v, out, options)
+        return out, weights
 
 
 def as_before(call: LayerCall) -> Output:
@@ -121,6 +127,22 @@ class NewTokens(Cache):
         """The new tokens as they are."""
         self.number = layer_idx
         return key_states, value_states
+
+
+Observer = Callable[[LayerCall, Tensor, Tensor, Tensor, Tensor, dict[str, Any]], None]
+"""Gets a call, the queries, keys and values that met, the output, and what else `attend` was given."""
+
+_observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Report every call of our attention while the context is open."""
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
 
 
 class _Current:
@@ -155,7 +177,7 @@ class Swap:
     def __init__(self, model: PreTrainedModel, runs: Mapping[int, Run], *, rotated: bool = False) -> None:
         self.model = model
         modules = attention_modules(model)
-        self.owner = _owner(model, modules)
+        self.owner = owner_of(model, modules)
         self.causal = is_causal(next(iter(modules.values())))
         self.names = tuple(inspect.signature(self.owner.forward).parameters)
         self.windows: list[int | None] = _cached_windows(self.owner.config, len(modules))
@@ -173,18 +195,14 @@ class Swap:
         for number, module in enumerate(modules.values()):
             hook = _LayerHook(module, number, runs.get(number, as_before), rotated=rotated or number not in runs)
             self.handles.append(module.register_forward_pre_hook(hook.before, with_kwargs=True))
-        configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-        self.implementations = [(config, config._attn_implementation) for config in configs.values()]
-        for config in configs.values():
-            config._attn_implementation_internal = SWAPPED
+        self.implementations = set_implementation(model, SWAPPED)
         self.owner._lengthwise_swap = self  # type: ignore[assignment]
 
     def undo(self) -> None:
         """Hooks off, and the model's own attention back."""
         for handle in self.handles:
             handle.remove()
-        for config, implementation in self.implementations:
-            config._attn_implementation_internal = implementation
+        restore_implementations(self.implementations)
         del self.owner._lengthwise_swap
 
     def enter(
@@ -299,6 +317,15 @@ def swapped_attention(
             f"{type(module).__name__} does not hand its keywords on to the attention function, so nothing of ours "
             "gets there"
         )
+    if kwargs.get("position_bias") is not None:
+        raise NotImplementedError(
+            f"{type(module).__name__} adds a bias of its own, which cannot be replaced; lw.accelerate describes that "
+            "of T5 and its relatives"
+        )
+    factor = getattr(module, "scaling", None)
+    if scaling == 1.0 and isinstance(factor, float) and factor != 1.0:
+        # OPT and BART scale their queries themselves; encodings want them as they are.
+        query, scaling = query / factor, factor
     run, known = lengthwise
     own: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink": s_aux, "dropout": dropout}
     return run(LayerCall(module=module, q=query, k=key, v=value, **known, **own))
@@ -312,12 +339,14 @@ def swapped_mask(
     use_vmap: bool = False,
     **kwargs: Any,
 ) -> Placed | Tensor | None:
-    """The layout of the pass, for one kind of layer; outside of one, where `generate` prepares it, the padding alone."""
+    """The layout of the pass, for one kind of layer; outside of one, where `generate` prepares it, the padding."""
     placed = _current.get()
     if placed is None:
         return attention_mask
     if use_vmap:
-        raise NotImplementedError(f"{type(config).__name__} lays a mask of its own over the usual one, which is unknown")
+        raise NotImplementedError(
+            f"{type(config).__name__} lays a mask of its own over the usual one, which is unknown"
+        )
     return replace(placed, window=_window(config, local_size, causal=placed.layout.causal))
 
 
@@ -350,7 +379,8 @@ def swap_attention(model: PreTrainedModel, runs: Mapping[int, Run], *, rotated: 
 
 def swap_of(model: nn.Module) -> Swap | None:
     """What is in place in a model, if anything is."""
-    return next((m._lengthwise_swap for m in model.modules() if hasattr(m, "_lengthwise_swap")), None)  # type: ignore[misc]
+    modules: Any = model.modules()
+    return next((module._lengthwise_swap for module in modules if hasattr(module, "_lengthwise_swap")), None)
 
 
 def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -358,7 +388,7 @@ def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if _calls_interface(type(module))}
 
 
-def _calls_interface(kind: type) -> bool:
+def _calls_interface(kind: Any) -> bool:
     if not kind.__module__.startswith("transformers.models."):
         return False
     return "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(kind.forward)
@@ -369,7 +399,7 @@ def is_causal(module: Any) -> bool:
     return bool(getattr(module, "is_causal", True)) and getattr(module.config, "is_causal", True) is not False
 
 
-def _owner(model: PreTrainedModel, modules: Mapping[str, nn.Module]) -> PreTrainedModel:
+def owner_of(model: PreTrainedModel, modules: Mapping[str, nn.Module]) -> PreTrainedModel:
     """The innermost transformers model around all attention modules: it gets mask, positions and cache as given."""
     name = type(model).__name__
     if not modules:
