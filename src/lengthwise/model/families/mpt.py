@@ -58,9 +58,8 @@ class DescribedMptAttention(Described, MptAttention):
             k, v = past_key_values.update(k, v, self.layer_idx)
         rows: Rows = attention_mask
         bias = rows.bias(DescribedMptAttention, lambda: _level_bias(position_bias, rows))
-        out, _ = rows.attend(
-            self, q, k, v, bias=bias, scale=float(self.softmax_scale or 0), dropout=self.attn_dropout_p
-        )
+        scale: Any = self.softmax_scale
+        out, _ = rows.attend(self, q, k, v, bias=bias, scale=scale, dropout=self.attn_dropout_p)
         return self.out_proj(out.flatten(2)), None
 
 
