@@ -17,6 +17,9 @@ if TYPE_CHECKING:
         registered,
     )
     from lengthwise.encodings import ENCODINGS, AttentionShape, Encoding, make, register
+    from lengthwise.model.accelerate import accelerate
+    from lengthwise.model.adapters import load, save_adapter
+    from lengthwise.model.fit import fit, unfit
     from lengthwise.rescore import ContextualPositions, HeadNetwork, Rescore, ScoreFunction
     from lengthwise.token_layout import Band, PositionError, TokenLayout, layout
 
@@ -41,14 +44,19 @@ _HOMES = {
     "ScoreFunction": "rescore",
     "SumBias": "bias",
     "TokenLayout": "token_layout",
+    "accelerate": "model.accelerate",
     "attend": "attention",
     "explain": "attention",
+    "fit": "model.fit",
     "layout": "token_layout",
+    "load": "model.adapters",
     "make": "encodings",
     "merge": "attention",
     "register": "encodings",
     "registered": "bias",
+    "save_adapter": "model.adapters",
     "skipping": "attention",
+    "unfit": "model.fit",
 }
 """Where each public name lives. torch is loaded with the first one, so that `lengthwise --help` need not."""
 
@@ -71,14 +79,19 @@ __all__ = [
     "ScoreFunction",
     "SumBias",
     "TokenLayout",
+    "accelerate",
     "attend",
     "explain",
+    "fit",
     "layout",
+    "load",
     "make",
     "merge",
     "register",
     "registered",
+    "save_adapter",
     "skipping",
+    "unfit",
 ]
 
 

@@ -37,7 +37,9 @@ from lengthwise.encodings import ENCODINGS
 from lengthwise.encodings.registry import is_encoding
 from lengthwise.errors import OptionError, UserError, check_int
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
+from lengthwise.model.adapters import load as load_fitted
 from lengthwise.model.checkpoint_checks import refuse_pickles
+from lengthwise.model.fit_files import marked_config
 from lengthwise.runs import Run
 
 INITIAL_LENGTH = 512
@@ -184,6 +186,8 @@ def _from_pretrained(
 ) -> tuple[Any, PreTrainedTokenizerBase | None]:
     refuse_pickles(checkpoint)
     try:
+        if marked_config(checkpoint) is not None:
+            return load_fitted(checkpoint, dtype=dtype), _tokenizer(checkpoint, trust_remote_code=trust_remote_code)
         config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
         model = _class_for(config).from_pretrained(
             checkpoint, config=config, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True

@@ -1,7 +1,8 @@
 """What is known of families of models, one file each: the encoding, the layers, the length, how attention is captured.
 
-`lengthwise.inspect` captures through these files. A family with attention code of its own needs a file of the kind that
-`bloom.py` is; most models follow transformers' attention interface and need none.
+`lengthwise.inspect` captures through these files; `lw.fit` and `lw.accelerate` get into models by them. swap.py and
+layers.py serve all that follow transformers' attention interface, described.py those that fill in a bias. A family with
+attention code of its own needs a file of the kind that `bloom.py` is; most models need none.
 """
 
 from importlib import import_module
@@ -10,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lengthwise.model.families.base import AttentionRecord, Family, table_length
+from lengthwise.model.families.swapped import SwappedFamily
 from lengthwise.token_layout import PositionError
 
 __all__ = ["AttentionRecord", "Family", "check_length", "family_of", "find_family", "max_length"]
@@ -23,6 +25,9 @@ FAMILIES = {
     "GPTNeoPreTrainedModel": ("gpt_neo", "GPTNeoFamily"),
     "MPNetPreTrainedModel": ("mpnet", "MPNetFamily"),
     "MptPreTrainedModel": ("mpt", "MptFamily"),
+    "MT5PreTrainedModel": ("t5", "T5Family"),
+    "T5PreTrainedModel": ("t5", "T5Family"),
+    "UMT5PreTrainedModel": ("t5", "T5Family"),
     "XLNetPreTrainedModel": ("xlnet", "XLNetFamily"),
     # Last, since every model of transformers is one.
     "PreTrainedModel": ("interface", "InterfaceFamily"),
@@ -32,6 +37,8 @@ FAMILIES = {
 
 def find_family(model: nn.Module) -> Family | None:
     """What is known of a model's family; None if nothing is."""
+    if SwappedFamily.accepts(model):
+        return SwappedFamily(model)
     bases = {base.__name__ for base in type(model).__mro__}
     for base, (file, name) in FAMILIES.items():
         if base in bases:

@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from lengthwise.attention import AttentionCall
 from lengthwise.bias import Bias, LevelBias, at_least_float32
 from lengthwise.rescore import Rescore
 
@@ -81,6 +82,35 @@ class AttentionRecord:
         return self.bias is not None or self.rescore is not None
 
 
+def record_of(
+    call: AttentionCall,
+    layer: int,
+    out: Float[Tensor, "batch query head value"],
+    *,
+    causal: bool,
+    context_free: bool,
+    rotary: Rotary | None,
+) -> AttentionRecord:
+    """A record of a call of `attend`; the output as attention functions give it, with heads third."""
+    return AttentionRecord(
+        layer=layer,
+        q=call.q,
+        k=call.k,
+        v=call.v,
+        out=out.transpose(1, 2),
+        scale=call.scale,
+        mask=call.visibility.mask,
+        causal=causal,
+        bias=call.bias,
+        context_free=context_free,
+        rescore=call.rescore,
+        softcap=call.softcap,
+        logit_scale=call.logit_scale,
+        sink=call.sink,
+        rotary=rotary,
+    )
+
+
 OnRecord = Callable[[AttentionRecord], None]
 
 
@@ -89,6 +119,9 @@ class Family(ABC):
 
     reroutes: ClassVar[bool] = False
     """Whether transformers may choose another path while attention is captured: the output must then be compared."""
+
+    described: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = {}
+    """Classes of modules that fill in a bias, and those that describe it in their place: for `lw.accelerate`."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -117,6 +150,15 @@ class Family(ABC):
     def capture(self, on_record: OnRecord, selected: Selected) -> AbstractContextManager[None]:
         """Report every call of the selected layers while the context is open; the model is left as it was."""
 
+    @property
+    def undescribed(self) -> str | None:
+        """Why the bias of this very model cannot be described; None if it can."""
+        return None
+
+    def prepare(self, modules: list[Any]) -> None:
+        """Tell modules whose classes were swapped what they need of one another; most need nothing."""
+        return
+
     def position_bias(self, layer: int, length: int) -> Bias | None:
         """A layer's bias where positions alone decide it and it can be had without a forward pass."""
         return None
@@ -130,6 +172,26 @@ class Family(ABC):
                 f"{type(self.model).__name__} can be captured under attn_implementation {names}, got "
                 f"{implementation!r}: {reason}"
             )
+
+
+Implementations = list[tuple[Any, str]]
+"""Configs, each with the attention implementation that it had."""
+
+
+def set_implementation(model: nn.Module, name: str) -> Implementations:
+    """Choose an attention implementation by name, in every config of a model; what to restore afterwards."""
+    modules: Any = model.modules()
+    configs = {id(module.config): module.config for module in modules if hasattr(module, "config")}
+    before = [(config, config._attn_implementation) for config in configs.values()]
+    for config in configs.values():
+        config._attn_implementation_internal = name
+    return before
+
+
+def restore_implementations(before: Implementations) -> None:
+    """Undo `set_implementation`."""
+    for config, implementation in before:
+        config._attn_implementation_internal = implementation
 
 
 def position_table(model: nn.Module) -> nn.Embedding | None:
@@ -220,6 +282,10 @@ class HookedFamily(Family):
     @contextmanager
     def capture(self, on_record: OnRecord, selected: Selected) -> Iterator[None]:
         """Hook the selected layers."""
+        if any("leaves_out_dropout" in vars(module) for module in self.layers):
+            raise NotImplementedError(
+                f"{type(self.model).__name__} is accelerated and has no filled-in bias; call lw.unfit(model) first"
+            )
         with ExitStack() as stack:
             for layer, module in enumerate(self.layers):
                 if selected(layer, ""):

@@ -3,10 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
-from transformers.models.bloom.modeling_bloom import BloomAttention
+from transformers.models.bloom.modeling_bloom import BloomAttention, dropout_add
 
+from lengthwise.bias import LevelBias
+from lengthwise.encodings.alibi import interleaved_slopes
 from lengthwise.model.families.base import AttentionRecord, HookedFamily, key_level_bias, sliced, split_heads, visible
+from lengthwise.model.families.described import Described, Rows, by_level
 
 
 class BloomFamily(HookedFamily):
@@ -35,3 +39,50 @@ class BloomFamily(HookedFamily):
             bias=key_level_bias(arguments["alibi"].view(batch, heads, -1), queries),
             context_free=True,
         )
+
+
+class DescribedBloomAttention(Described, BloomAttention):
+    """BLOOM's attention whose bias is described."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        residual: Tensor,
+        alibi: Tensor,
+        attention_mask: Any,
+        layer_past: Any = None,
+        use_cache: bool = False,
+        output_attentions: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As it was, but for the matrices of scores."""
+        q, k, v = self._reshape(self.query_key_value(hidden_states))
+        if layer_past is not None:
+            k, v = layer_past.update(k, v, self.layer_idx)
+        rows: Rows = attention_mask
+        bias = rows.bias(DescribedBloomAttention, lambda: _bias(alibi, self.num_heads, rows))
+        out, weights = rows.attend(
+            self,
+            q,
+            k,
+            v,
+            bias=bias,
+            scale=self.inv_norm_factor,
+            dropout=self.attention_dropout.p,
+            weights=output_attentions,
+        )
+        return dropout_add(self.dense(out.flatten(2)), residual, self.hidden_dropout, self.training), weights
+
+
+def _bias(alibi: Tensor, heads: int, rows: Rows) -> LevelBias:
+    """Slope times distance in tokens; in half precision the numbers that BLOOM rounds."""
+    if alibi.dtype != torch.float32:
+        return by_level(alibi.view(-1, heads, alibi.shape[2]), rows)
+    mask = rows.layout.key_mask
+    key = rows.layout.key if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
+    query = key.index_select(1, rows.layout.query_slots())
+    slope = torch.tensor(interleaved_slopes(heads), dtype=torch.float32, device=alibi.device)
+    return LevelBias(query[:, None].double(), key[:, None].double(), slope[None, :, None])
+
+
+BloomFamily.described = {BloomAttention: DescribedBloomAttention}

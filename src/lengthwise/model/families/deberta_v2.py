@@ -11,12 +11,20 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
-from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention
+from transformers.models.deberta_v2.modeling_deberta_v2 import (
+    DebertaV2Encoder,
+    DisentangledSelfAttention,
+    make_log_bucket_position,
+)
 
-from lengthwise.bias import Bias, SumBias
-from lengthwise.model.families._relative import key_distance_bias, query_distance_bias
+from lengthwise.bias import Bias, QueryDistanceBias, SumBias
 from lengthwise.model.families.base import AttentionRecord, HookedFamily, sliced, split_heads, table_length
+from lengthwise.model.families.described import Described, Rows, rows_of
+
+Buckets = Int[Tensor, " distance"]
+"""The bucket of each distance from 1 - length on."""
 
 
 class DebertaV2Family(HookedFamily):
@@ -38,21 +46,20 @@ class DebertaV2Family(HookedFamily):
 
     def read(self, module: Any, layer: int, arguments: Mapping[str, Any], merged: Tensor) -> AttentionRecord:
         """Both positional terms from the layer's own projections."""
-        x, heads = arguments["hidden_states"], module.num_attention_heads
-        queries = x if arguments["query_states"] is None else arguments["query_states"]
-        q = split_heads(module.query_proj(queries), heads)
-        k, v = (split_heads(project(x), heads) for project in (module.key_proj, module.value_proj))
-        terms = 1 + sum(term in module.pos_att_type for term in ("c2p", "p2c"))
-        scale = 1 / math.sqrt(terms * q.shape[-1])
+        queries = arguments["query_states"]
+        q, k, v, scale = _qkv(module, arguments["hidden_states"], queries)
         bias = None
         if module.relative_attention:
-            bias = _positional_bias(module, q, k, arguments["relative_pos"], arguments["rel_embeddings"], scale)
+            relative = arguments["relative_pos"][0].long().to(q.device)
+            # Distances from the most negative on: the first row backwards, then down the first column.
+            buckets = torch.cat([relative[0].flip(0), relative[1:, 0]])
+            bias = _positional_bias(module, q, k, buckets, arguments["rel_embeddings"], scale)
         return AttentionRecord(
             layer=layer,
             q=q,
             k=k,
             v=v,
-            out=split_heads(merged, heads),
+            out=split_heads(merged, module.num_attention_heads),
             scale=scale,
             mask=sliced(arguments["attention_mask"].bool()),
             causal=False,
@@ -60,33 +67,88 @@ class DebertaV2Family(HookedFamily):
         )
 
 
+class DescribedDebertaV2Attention(Described, DisentangledSelfAttention):
+    """DeBERTa's attention whose two positional terms are described."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any,
+        output_attentions: bool = False,
+        query_states: Tensor | None = None,
+        relative_pos: Buckets | None = None,
+        rel_embeddings: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As it was, but for the matrices of scores."""
+        q, k, v, scale = _qkv(self, hidden_states, query_states)
+        bias = None
+        if self.relative_attention:
+            assert relative_pos is not None
+            bias = _positional_bias(self, q, k, relative_pos, self.pos_dropout(rel_embeddings), scale)
+        rows: Rows = attention_mask
+        out, weights = rows.attend(
+            self, q, k, v, bias=bias, scale=scale, dropout=self.dropout.p, weights=output_attentions
+        )
+        return out.flatten(2), weights
+
+
+class DescribedDebertaV2Encoder(Described, DebertaV2Encoder):
+    """DeBERTa's encoder, which makes neither a square mask nor a square of buckets."""
+
+    def get_attention_mask(self, attention_mask: Tensor) -> Rows:
+        """The rows of the pass, in the place of a mask."""
+        length = attention_mask.shape[-1]
+        return rows_of(attention_mask, length, length, causal=False, device=attention_mask.device)
+
+    def get_rel_pos(self, hidden_states: Tensor, query_states: Any = None, relative_pos: Any = None) -> Buckets | None:
+        """The bucket of every distance, by the family's own function."""
+        if relative_pos is not None:
+            raise NotImplementedError("DeBERTa is accelerated with its own relative positions only, got others")
+        if not self.relative_attention:
+            return None
+        length = hidden_states.shape[1]
+        distance = torch.arange(1 - length, length, device=hidden_states.device)
+        if self.position_buckets > 0 and self.max_relative_positions > 0:
+            distance = make_log_bucket_position(distance, self.position_buckets, self.max_relative_positions)
+        return distance.long()
+
+
+def _qkv(module: Any, x: Tensor, queries: Tensor | None) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Queries, keys, values, and what their products are multiplied by."""
+    heads = module.num_attention_heads
+    q = split_heads(module.query_proj(x if queries is None else queries), heads)
+    k, v = (split_heads(project(x), heads) for project in (module.key_proj, module.value_proj))
+    terms = 1 + sum(term in module.pos_att_type for term in ("c2p", "p2c"))
+    return q, k, v, 1 / math.sqrt(terms * q.shape[-1])
+
+
 def _positional_bias(
-    module: Any, q: Tensor, k: Tensor, relative: Tensor, embeddings: Tensor, scale: float
+    module: Any, q: Tensor, k: Tensor, buckets: Buckets, embeddings: Tensor, scale: float
 ) -> Bias | None:
     """Content to position and position to content, of those that the model has."""
-    span, keys, device = module.pos_ebd_size, k.shape[2], q.device
-    relative = relative[0].long().to(device)
-    # Distances from the most negative on: the first row backwards, then down the first column.
-    bucket = torch.cat([relative[0].flip(0), relative[1:, 0]])
-    places = torch.arange(q.shape[2], device=device), torch.arange(keys, device=device)
-    query, key = places
-    first = torch.tensor(1 - keys, device=device)
+    span, heads = module.pos_ebd_size, module.num_attention_heads
+    query, key = (torch.arange(x.shape[2], device=x.device)[None] for x in (q, k))
+    first = 1 - k.shape[2]
     table = embeddings[: 2 * span]
-    heads = module.num_attention_heads
     terms: list[Bias] = []
     if "c2p" in module.pos_att_type:
         project = module.key_proj if module.share_att_key else module.pos_key_proj
-        profiles = _profiles(project(table), heads, bucket, span) * scale
-        terms.append(query_distance_bias(q, profiles, key, query, first))
+        terms.append(QueryDistanceBias(q * scale, _profiles(project(table), heads, buckets, span), query, key, first))
     if "p2c" in module.pos_att_type:
         project = module.query_proj if module.share_att_key else module.pos_query_proj
         # A key's term is looked up by the distance seen from the key, with its sign changed.
-        profiles = _profiles(project(table), heads, -bucket.flip(0), span) * scale
-        terms.append(key_distance_bias(k, profiles, key, query, first))
+        profiles = _profiles(project(table), heads, -buckets.flip(0), span)
+        terms.append(QueryDistanceBias(k * scale, profiles, query, key, first, side="key"))
     return SumBias(tuple(terms)) if terms else None
 
 
-def _profiles(projected: Tensor, heads: int, bucket: Tensor, span: int) -> Tensor:
+def _profiles(projected: Tensor, heads: int, buckets: Buckets, span: int) -> Tensor:
     """(head, dim, distance) from (bucket, width)."""
-    rows = (bucket + span).clamp(0, 2 * span - 1)
+    rows = (buckets + span).clamp(0, 2 * span - 1)
     return projected.unflatten(-1, (heads, -1)).permute(1, 2, 0)[..., rows]
+
+
+DebertaV2Family.described = {
+    DisentangledSelfAttention: DescribedDebertaV2Attention,
+    DebertaV2Encoder: DescribedDebertaV2Encoder,
+}

@@ -18,6 +18,7 @@ from lengthwise.model.families.base import (
     split_heads,
     visible,
 )
+from lengthwise.model.families.described import Described, Rows, by_level
 from lengthwise.model.families.interface import rotary_of
 
 
@@ -31,6 +32,11 @@ class FalconFamily(HookedFamily):
     def encoding(self) -> str:
         """As its config says."""
         return "alibi" if self.model.config.alibi else "rope"
+
+    @property
+    def undescribed(self) -> str | None:
+        """With RoPE there is no bias."""
+        return None if self.model.config.alibi else "it has RoPE, which adds none"
 
     @contextmanager
     def capture(self, on_record: OnRecord, selected: Selected) -> Iterator[None]:
@@ -62,3 +68,44 @@ class FalconFamily(HookedFamily):
             context_free=True,
             rotary=rotary_of(module, q, k, angles) if bias is None else None,
         )
+
+
+class DescribedFalconAttention(Described, FalconAttention):
+    """Falcon's attention whose ALiBi is described, as it runs by default: slope times position rounded to bfloat16."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        alibi: Tensor | None,
+        attention_mask: Any,
+        position_ids: Tensor | None = None,
+        layer_past: Any = None,
+        use_cache: bool = False,
+        output_attentions: bool = False,
+        position_embeddings: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As it was under "sdpa", but for the filled-in mask."""
+        q, k, v = (x.transpose(1, 2) for x in self._split_heads(self.query_key_value(hidden_states)))
+        if layer_past is not None:
+            k, v = layer_past.update(k, v, self.layer_idx)
+        rows: Rows = attention_mask
+        assert alibi is not None
+        bias = rows.bias(DescribedFalconAttention, lambda: by_level(self._levels(alibi), rows))
+        out, weights = rows.attend(
+            self,
+            q,
+            k,
+            v,
+            bias=bias,
+            scale=self.inv_norm_factor,
+            dropout=self.attention_dropout.p,
+            weights=output_attentions,
+        )
+        return self.dense(out.flatten(2)), weights
+
+    def _levels(self, alibi: Tensor) -> Tensor:
+        return alibi.view(-1, self.num_heads, alibi.shape[-1]) / math.sqrt(self.head_dim)
+
+
+FalconFamily.described = {FalconAttention: DescribedFalconAttention}

@@ -19,7 +19,7 @@ from lengthwise.attention import checked_call
 from lengthwise.bias import Bias
 from lengthwise.encodings import Encoding
 from lengthwise.model.attention import CAPTURE, Output, attend_options, eager_attention, run_attention
-from lengthwise.model.families.base import AttentionRecord, Family, OnRecord, Rotary, Selected
+from lengthwise.model.families.base import Family, OnRecord, Rotary, Selected, record_of
 from lengthwise.model.modeling import LengthwiseAttention, LengthwisePreTrainedModel
 from lengthwise.token_layout import TokenLayout, layout
 
@@ -119,23 +119,7 @@ class _Calls:
         rotary = None
         if encoding.overrides("rotate") and not encoding.turns_by_state:
             rotary = _rotary(layer, encoding, self.tokens[layer.layer_idx], own_layout)
-        record = AttentionRecord(
-            layer=layer.layer_idx,
-            q=q,
-            k=k,
-            v=v,
-            out=out.transpose(1, 2),
-            scale=call.scale,
-            mask=call.visibility.mask,
-            causal=True,
-            bias=call.bias,
-            context_free=encoding.context_free,
-            rescore=call.rescore,
-            softcap=call.softcap,
-            logit_scale=call.logit_scale,
-            sink=call.sink,
-            rotary=rotary,
-        )
+        record = record_of(call, layer.layer_idx, out, causal=True, context_free=encoding.context_free, rotary=rotary)
         self.on_record(record)
 
 

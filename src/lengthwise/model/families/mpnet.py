@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from transformers.models.mpnet.modeling_mpnet import MPNetSelfAttention
+from transformers.models.mpnet.modeling_mpnet import MPNetEncoder, MPNetSelfAttention
 
+from lengthwise.bias import DistanceBias
 from lengthwise.model.families.base import (
     AttentionRecord,
     HookedFamily,
@@ -14,6 +15,7 @@ from lengthwise.model.families.base import (
     table_length,
     visible_keys,
 )
+from lengthwise.model.families.described import Described, Rows, by_distance
 from lengthwise.model.families.interface import distance_bias
 
 
@@ -46,3 +48,50 @@ class MPNetFamily(HookedFamily):
             bias=None if bias is None else distance_bias(bias[:1]),
             context_free=True,
         )
+
+
+class DescribedMPNetAttention(Described, MPNetSelfAttention):
+    """MPNet's attention whose bias is described."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        position_bias: Any = None,
+        output_attentions: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, ...]:
+        """As it was, but for the matrices of scores."""
+        q, k, v = (
+            split_heads(project(hidden_states), self.num_attention_heads) for project in (self.q, self.k, self.v)
+        )
+        rows: Rows = attention_mask
+        out, weights = rows.attend(
+            self,
+            q,
+            k,
+            v,
+            bias=rows.bias(position_bias, lambda: position_bias.bias_by_distance(rows)),
+            scale=self.attention_head_size**-0.5,
+            dropout=self.dropout.p,
+            weights=output_attentions,
+        )
+        own = self.o(out.flatten(2))
+        return (own, weights) if weights is not None else (own,)
+
+
+class DescribedMPNetEncoder(Described, MPNetEncoder):
+    """MPNet's encoder, which hands itself to its layers in the place of a filled-in bias."""
+
+    def compute_position_bias(
+        self, x: Tensor, position_ids: Any = None, num_buckets: int = 32
+    ) -> "DescribedMPNetEncoder":
+        """Described where rows are known."""
+        return self
+
+    def bias_by_distance(self, rows: Rows) -> DistanceBias:
+        """From the one table; its 32 buckets up to 128 tokens are fixed, whatever the config says."""
+        return by_distance(self.relative_position_bucket, self.relative_attention_bias.weight, 128, rows)
+
+
+MPNetFamily.described = {MPNetSelfAttention: DescribedMPNetAttention, MPNetEncoder: DescribedMPNetEncoder}

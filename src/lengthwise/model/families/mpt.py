@@ -6,7 +6,9 @@ from typing import Any
 from torch import Tensor
 from transformers.models.mpt.modeling_mpt import MptAttention
 
+from lengthwise.bias import LevelBias
 from lengthwise.model.families.base import AttentionRecord, HookedFamily, key_level_bias, sliced, split_heads
+from lengthwise.model.families.described import Described, Rows
 
 
 class MptFamily(HookedFamily):
@@ -17,16 +19,13 @@ class MptFamily(HookedFamily):
     projection = "out_proj"
 
     @property
-    def max_length(self) -> int:
-        """The bias is made for so many keys."""
-        return int(self.model.config.max_seq_len)
+    def max_length(self) -> int | None:
+        """The bias is made for so many keys; where it is described there is no end."""
+        return None if isinstance(self.layers[0], Described) else int(self.model.config.max_seq_len)
 
     def read(self, module: Any, layer: int, arguments: Mapping[str, Any], merged: Tensor) -> AttentionRecord:
         """Queries, keys and values may be clipped."""
-        mixed = module.Wqkv(arguments["hidden_states"])
-        if module.clip_qkv:
-            mixed = mixed.clamp(-module.clip_qkv, module.clip_qkv)
-        q, k, v = mixed.unflatten(-1, (3, module.n_heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = _qkv(module, arguments["hidden_states"])
         return AttentionRecord(
             layer=layer,
             q=q,
@@ -40,3 +39,41 @@ class MptFamily(HookedFamily):
             bias=key_level_bias(arguments["position_bias"][None, :, 0, -q.shape[2] :], q.shape[2]),
             context_free=True,
         )
+
+
+class DescribedMptAttention(Described, MptAttention):
+    """MPT's attention whose bias is described: it goes on beyond max_seq_len."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_bias: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As it was, but for the matrices of scores."""
+        q, k, v = _qkv(self, hidden_states)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        rows: Rows = attention_mask
+        bias = rows.bias(DescribedMptAttention, lambda: _level_bias(position_bias, rows))
+        scale: Any = self.softmax_scale
+        out, _ = rows.attend(self, q, k, v, bias=bias, scale=scale, dropout=self.attn_dropout_p)
+        return self.out_proj(out.flatten(2)), None
+
+
+def _level_bias(alibi: Tensor, rows: Rows) -> LevelBias:
+    """Slope times distance in slots: MPT counts padding. Its tensor has 0 for the last key and -slope before it."""
+    query, key = (slots[:, None].double() for slots in (rows.layout.query, rows.layout.key))
+    return LevelBias(query, key, -alibi[None, :, 0, -2:-1])
+
+
+def _qkv(module: Any, x: Tensor) -> Any:
+    mixed = module.Wqkv(x)
+    if module.clip_qkv:
+        mixed = mixed.clamp(-module.clip_qkv, module.clip_qkv)
+    return mixed.unflatten(-1, (3, module.n_heads, -1)).permute(2, 0, 3, 1, 4)
+
+
+MptFamily.described = {MptAttention: DescribedMptAttention}

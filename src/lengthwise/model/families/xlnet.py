@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.xlnet.modeling_xlnet import XLNetRelativeAttention
 
-from lengthwise.bias import at_least_float32
-from lengthwise.model.families._relative import query_distance_bias
+from lengthwise.bias import QueryDistanceBias, at_least_float32
 from lengthwise.model.families.base import AttentionRecord, HookedFamily, OnRecord, Selected, sliced
 
 
@@ -85,12 +84,12 @@ class _LayerCalls:
             scale=module.scale,
             mask=sliced(shown > 0.5),
             causal=causal,
-            bias=query_distance_bias(
-                q + module.r_r_bias[:, None],
-                profiles * module.scale,
-                key,
-                key[keys - queries :],
-                torch.tensor(keys + 1 - r.shape[0], device=q.device),
+            bias=QueryDistanceBias(
+                (q + module.r_r_bias[:, None]) * module.scale,
+                profiles,
+                key[None, keys - queries :],
+                key[None],
+                keys + 1 - r.shape[0],
             ),
         )
 

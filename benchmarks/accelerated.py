@@ -1,0 +1,201 @@
+"""Accelerated models against transformers' own, in turn in one process: a training step, a decoded token, and memory.
+
+    python benchmarks/accelerated.py train        forward and backward at 1,024 and 2,048 tokens, batch 1
+    python benchmarks/accelerated.py decode       one token after 2,048 cached ones
+    python benchmarks/accelerated.py memory       peak of a training step at 2,048, each in a process of its own
+
+6 layers, 8 heads of 64, vocabulary 4,096, no dropout. Logits and gradients are compared before anything is timed. The
+ratio is to the best of transformers' attention implementations that the family has.
+"""
+
+import argparse
+import copy
+import os
+import resource
+import subprocess
+import sys
+
+import torch
+import transformers as hf
+from in_turn import Job, check_close, ratio_to_best, write
+
+import lengthwise as lw
+
+V = 4096
+T5 = {"vocab_size": V, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_heads": 8, "num_layers": 6, "dropout_rate": 0.0}
+T5 |= {"num_decoder_layers": 6, "feed_forward_proj": "gated-gelu", "use_cache": True}
+FALCON = {"vocab_size": V, "hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "alibi": True}
+FALCON |= {"multi_query": False, "new_decoder_architecture": False}
+MPNET = {"vocab_size": V, "hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8}
+MPNET |= {"intermediate_size": 2048, "max_position_embeddings": 4098}
+MPNET |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+MODELS = {
+    "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**T5)),
+    "umt5": lambda: hf.UMT5ForConditionalGeneration(hf.UMT5Config(**T5)),
+    "mpnet": lambda: hf.MPNetForMaskedLM(hf.MPNetConfig(**MPNET)),
+    "mpt": lambda: hf.MptForCausalLM(hf.MptConfig(vocab_size=V, d_model=512, n_layers=6, n_heads=8, max_seq_len=4096)),
+    "bloom": lambda: hf.BloomForCausalLM(hf.BloomConfig(vocab_size=V, hidden_size=512, n_layer=6, n_head=8)),
+    "falcon": lambda: hf.FalconForCausalLM(hf.FalconConfig(**FALCON)),
+}
+CHOICES = {"t5": ("sdpa", "eager"), "umt5": ("sdpa", "eager"), "falcon": ("sdpa",)}
+"""The implementations that a family has; the others have one, which has no name to choose it by."""
+LIMITS = {
+    1024: {"t5": 0.72, "umt5": 0.72, "mpnet": 0.80, "mpt": 0.80, "bloom": 0.88, "falcon": 0.88},
+    2048: {"t5": 0.52, "umt5": 0.52, "mpnet": 0.64, "mpt": 0.52, "bloom": 0.64, "falcon": 0.75},
+}
+MEMORY_LIMIT = {"falcon": 0.9}
+PAIRS = ("t5", "umt5")
+
+
+def make(name: str) -> hf.PreTrainedModel:
+    torch.manual_seed(0)
+    return MODELS[name]()
+
+
+def rivals(name: str) -> tuple[hf.PreTrainedModel, dict[str, hf.PreTrainedModel]]:
+    """An accelerated model, and the same one under each implementation of its own."""
+    own = make(name)
+    others = {}
+    for choice in CHOICES.get(name, ("own",)):
+        others[choice] = copy.deepcopy(own)
+        if choice != "own":
+            others[choice].set_attn_implementation(choice)
+    return lw.accelerate(own), others
+
+
+def inputs(name: str, length: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, V, (1, length), generator=torch.Generator().manual_seed(0))
+    given = {"input_ids": ids, "labels": ids}
+    return given if name in (*PAIRS, "mpnet") else given | {"use_cache": False}
+
+
+def step_of(model: hf.PreTrainedModel, given: dict[str, torch.Tensor]) -> Job:
+    model.train()
+
+    def step() -> None:
+        model.zero_grad()
+        model(**given).loss.backward()
+
+    return step
+
+
+def check(name: str, ours: hf.PreTrainedModel, others: dict[str, hf.PreTrainedModel]) -> None:
+    """Logits and gradients at 300 tokens."""
+    given = inputs(name, 300)
+    gradients = {}
+    for label, model in {"ours": ours, **others}.items():
+        model.train()
+        output = model(**given)
+        output.loss.backward()
+        flat = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        gradients[label] = output.logits.detach(), flat
+    for label in others:
+        check_close(gradients["ours"][0], gradients[label][0], f"{name}, logits against {label}")
+        check_close(gradients["ours"][1], gradients[label][1], f"{name}, gradients against {label}", 2e-5)
+
+
+def train(names: list[str], rounds: int) -> list[dict[str, object]]:
+    rows = []
+    for name in names:
+        ours, others = rivals(name)
+        check(name, ours, others)
+        for length, limits in LIMITS.items():
+            given = inputs(name, length)
+            jobs = {label: step_of(model, given) for label, model in others.items()}
+            row = ratio_to_best(step_of(ours, given), jobs, rounds, limits[name])
+            rows.append({"what": "train", "case": f"{name} {length}", "length": length} | row)
+    return rows
+
+
+def token_of(model: hf.PreTrainedModel, name: str, length: int) -> tuple[Job, torch.Tensor]:
+    """One token after so many; what it adds to the cache is taken off again. And its logits."""
+    model.eval()
+    ids = inputs(name, length)["input_ids"]
+    given: dict[str, object] = {}
+    with torch.no_grad():
+        if name in PAIRS:
+            given = {"encoder_outputs": model.get_encoder()(ids[:, :64])}
+            out = model(decoder_input_ids=ids, **given, use_cache=True)
+        else:
+            out = model(ids, use_cache=True)
+    cache, key = out.past_key_values, "decoder_input_ids" if name in PAIRS else "input_ids"
+    own = cache.self_attention_cache if name in PAIRS else cache
+    token = ids[:, :1]
+
+    @torch.no_grad()
+    def step() -> torch.Tensor:
+        logits = model(**{key: token}, **given, past_key_values=cache, use_cache=True).logits
+        own.crop(-1)
+        return logits
+
+    return step, step()
+
+
+def decode(names: list[str], rounds: int) -> list[dict[str, object]]:
+    rows = []
+    for name in names:
+        if name == "mpnet":
+            continue
+        ours, others = rivals(name)
+        job, logits = token_of(ours, name, 2048)
+        jobs = {}
+        for label, model in others.items():
+            jobs[label], expected = token_of(model, name, 2048)
+            check_close(logits, expected, f"{name}, a decoded token against {label}")
+        row = ratio_to_best(job, jobs, rounds, 1.05)
+        rows.append({"what": "decode", "case": f"{name} after 2048", "length": 2048} | row)
+    return rows
+
+
+def grown(name: str, choice: str, length: int) -> float:
+    """By how many gigabytes a step over so many tokens raises the peak of a process over a step of 64."""
+    command = [sys.executable, __file__, "grow", "--models", name, "--choice", choice, "--length", str(length)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ)
+    return float(done.stdout.split()[-1])
+
+
+def grow(name: str, choice: str, length: int) -> float:
+    model = make(name)
+    if choice == "ours":
+        lw.accelerate(model)
+    elif choice != "own":
+        model.set_attn_implementation(choice)
+    step_of(model, inputs(name, 64))()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    step_of(model, inputs(name, length))()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / 1e9
+
+
+def memory(names: list[str]) -> list[dict[str, object]]:
+    rows = []
+    for name in names:
+        ours = grown(name, "ours", 2048)
+        others = {choice: grown(name, choice, 2048) for choice in CHOICES.get(name, ("own",))}
+        best, limit = min(others, key=others.__getitem__), MEMORY_LIMIT.get(name, 0.55)
+        ratio = ours / others[best]
+        row = {"best": best, "gigabytes": {"ours": ours, **others}, "ratio": ratio, "limit": limit}
+        verdict = "within" if ratio <= limit else "over"
+        rows.append({"what": "memory", "case": f"{name} 2048", "length": 2048, "verdict": verdict} | row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=["train", "decode", "memory", "grow"])
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--choice")
+    parser.add_argument("--length", type=int)
+    chosen = parser.parse_args()
+    if chosen.what == "grow":
+        print(grow(chosen.models[0], chosen.choice, chosen.length))
+    elif chosen.what == "memory":
+        write("accelerated", memory(chosen.models))
+    elif chosen.what == "decode":
+        write("accelerated", decode(chosen.models, chosen.rounds or 100))
+    else:
+        write("accelerated", train(chosen.models, chosen.rounds or 20))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Fitted models in files: a whole model with its entry, or the encoding alone, an adapter for the model it was made in.
+
+lw.fit(llama, "cable").save_pretrained("folder")      lw.load("folder")
+lw.save_adapter(llama, "adapter")                     lw.load("adapter", another_llama)
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging
+
+from lengthwise.errors import UserError
+from lengthwise.files import replacing, write_atomic
+from lengthwise.model.families.layers import AttentionLayer, attention_layers
+from lengthwise.model.fit import CHILD, Fit, fit, fit_of, unfit
+from lengthwise.model.fit_files import marked_config
+
+ADAPTER = "lengthwise.json"
+WEIGHTS = "lengthwise.safetensors"
+
+
+class AdapterError(UserError, ValueError):
+    """A folder that is no fitted model, or not one for this model."""
+
+
+def save_adapter(model: PreTrainedModel, folder: str | Path) -> None:
+    """Write the encoding of a fitted model alone: its weights, and which model it is for."""
+    current = fit_of(model)
+    if current is None:
+        raise ValueError(f"expected a fitted model, got {type(model).__name__} without a fit")
+    folder = Path(folder)
+    weights = {
+        f"{place}.{name}": tensor.detach().contiguous()
+        for place, module in _holders(current).items()
+        for name, tensor in module.state_dict().items()
+    }
+    with replacing(folder / WEIGHTS) as partial:
+        save_file(weights, partial)
+    stored = {"fit": current.entry, "model": _sizes(model, current.layers)}
+    write_atomic(folder / ADAPTER, json.dumps(stored, indent=2, sort_keys=True) + "\n")
+
+
+def load(folder: str | Path, model: PreTrainedModel | None = None, **options: Any) -> PreTrainedModel:
+    """A fitted model from its folder; or `model`, fitted in place with the adapter in the folder.
+
+    options   go to transformers' from_pretrained: dtype, device_map, ...
+    """
+    folder = Path(folder)
+    if model is not None:
+        return _load_adapter(folder, model)
+    marked = marked_config(folder)
+    if marked is None:
+        hint = "; an adapter needs its model: lw.load(folder, model)" if (folder / ADAPTER).is_file() else ""
+        raise AdapterError(f"expected the folder of a fitted model, got {str(folder)!r}{hint}")
+    config, entry = marked
+    kind = getattr(transformers, (config.get("architectures") or [""])[0], None)
+    if kind is None or config.get("model_type") not in CONFIG_MAPPING:
+        raise AdapterError(f"{folder} has a model that this transformers does not know: {config.get('architectures')}")
+    with _quiet():
+        own = CONFIG_MAPPING[config["model_type"]].from_dict(config)
+        loaded, info = kind.from_pretrained(
+            folder, config=own, use_safetensors=True, output_loading_info=True, **options
+        )
+    weights = _encoding_weights(folder)
+    strangers = {key for key in info["unexpected_keys"] if key not in weights}
+    if strangers or info["missing_keys"] or info["mismatched_keys"]:
+        fault = sorted(map(str, strangers or info["missing_keys"] or info["mismatched_keys"]))[0]
+        raise AdapterError(f"the weights of {folder} must be those of {kind.__name__}, got a difference in {fault!r}")
+    fit(loaded, **entry)
+    own_weights = {name: x for name, x in loaded.state_dict(keep_vars=True).items() if CHILD in name.split(".")}
+    _fill(loaded, own_weights, weights, folder)
+    return loaded
+
+
+def _load_adapter(folder: Path, model: PreTrainedModel) -> PreTrainedModel:
+    if not (folder / ADAPTER).is_file() or not (folder / WEIGHTS).is_file():
+        raise AdapterError(f"expected a folder of lw.save_adapter, with {ADAPTER} and {WEIGHTS}, got {str(folder)!r}")
+    stored = json.loads((folder / ADAPTER).read_text())
+    if fit_of(model) is None:
+        sizes = _sizes(model, attention_layers(model))
+        differing = [name for name in sizes if sizes[name] != stored["model"].get(name)]
+        if differing:
+            name = differing[0]
+            raise AdapterError(
+                f"the adapter is for a model with {name} {stored['model'].get(name)}, got one with {sizes[name]}"
+            )
+    fit(model, **stored["fit"])
+    current = fit_of(model)
+    assert current is not None
+    own = {
+        f"{place}.{name}": tensor
+        for place, module in _holders(current).items()
+        for name, tensor in module.state_dict(keep_vars=True).items()
+    }
+    with safe_open(folder / WEIGHTS, "pt") as file:
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    _fill(model, own, weights, folder)
+    return model
+
+
+def _holders(current: Fit) -> dict[str, nn.Module]:
+    """The modules that hold encodings, by the layer's number."""
+    held: dict[str, nn.Module] = {str(number): module for number, module in current.encodings.items()}
+    return held if current.embedding is None else held | {"embedding": current.embedding}
+
+
+def _sizes(model: PreTrainedModel, layers: list[AttentionLayer]) -> dict[str, Any]:
+    """What an adapter's weights depend on."""
+    shape = layers[0].shape
+    return {
+        "model_type": model.config.get_text_config().model_type,
+        "layers": len(layers),
+        "heads": shape.heads,
+        "key heads": layers[0].kv_heads,
+        "head_dim": shape.head_dim,
+        "width": shape.width,
+        "length": shape.train_length,
+    }
+
+
+def _encoding_weights(folder: Path) -> dict[str, Tensor]:
+    weights: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            weights |= {name: file.get_tensor(name) for name in file.keys() if CHILD in name.split(".")}  # noqa: SIM118
+    return weights
+
+
+def _fill(model: nn.Module, own: Mapping[str, Tensor], weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Copy the weights of encodings, or take the fit back with an error unless they are all there and no others."""
+    faults = sorted(set(own) ^ set(weights)) or [name for name in own if own[name].shape != weights[name].shape]
+    if faults:
+        unfit(model)
+        raise AdapterError(
+            f"the weights of the encoding in {folder} must be those of its entry, but {faults[0]!r} differs"
+        )
+    for name, tensor in weights.items():
+        own[name].data.copy_(tensor)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' report of weights that it has no use for: they are the encoding's, and are checked."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
