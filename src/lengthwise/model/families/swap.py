@@ -1,0 +1,392 @@
+"""A function of ours in the place of a model's attention, through transformers' attention interface, and out again.
+
+    swap = swap_attention(model, {0: run, 1: run})      the layers of these numbers; the others compute what they did
+    model(...)
+    swap.undo()
+
+`run(call)` gets what one layer knows of one forward pass, see `LayerCall`, and gives what `call.attend` gives. Queries
+and keys come to it unrotated, and not yet cached: `call.remember` does that.
+
+How it gets there, without a change to the model's code:
+- a hook around the innermost transformers model makes one layout of the pass;
+- the registered mask function returns that layout, so it rides in the place of the mask through every layer, also when
+  a checkpointed layer is computed again after another pass has begun;
+- a hook at every attention module takes it out of there, gives the module angles of 0 and a cache that gives the new
+  keys back, and puts the call into the keywords that the module hands on to the registered attention function.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, EncoderDecoderCache, PreTrainedModel
+
+from lengthwise.bias import Bias, SumBias
+from lengthwise.encodings.base import State
+from lengthwise.model.attention import Output, lengthwise_attention
+from lengthwise.model.cache import cached_layout, cached_length, remember
+from lengthwise.model.layout import added_by, make_layout, with_mask
+from lengthwise.token_layout import Band, Slot, TokenLayout, Window
+
+SWAPPED = "lengthwise_swapped"
+"""The name under which transformers knows our attention and mask functions."""
+
+CACHES = ("past_key_values", "layer_past")
+"""What attention modules call their cache."""
+
+Run = Callable[["LayerCall"], Output]
+"""What is computed in the place of a layer's attention."""
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """What rides in the place of the mask: where the tokens of this pass stand, and how far a kind of layer sees."""
+
+    layout: TokenLayout
+    window: Window | None = None
+    added: Bias | None = None
+    """What an explicit mask of numbers adds."""
+    weights: bool = False
+    """Whether the caller wants the weights of attention."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """One attention layer in one forward pass. `q`, `k` and `v` are of the new tokens alone, (batch, head, token, dim).
+
+    They are unrotated, but for layers that compute what they did. `scale`, `window`, `softcap` and `sink` are the
+    layer's own, as `attend` takes them.
+    """
+
+    module: Any
+    number: int
+    x: Tensor
+    """What enters the attention module: (batch, token, width)."""
+    layout: TokenLayout
+    """Of all keys that this layer has after `remember`."""
+    window: Window | None
+    added: Bias | None
+    weights: bool
+    cache: "NewTokens | None"
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float | None = None
+    softcap: float | None = None
+    sink: Tensor | None = None
+    dropout: float = 0.0
+
+    def remember(self, k: Tensor, v: Tensor, state: State | None = None) -> tuple[Tensor, Tensor, State | None]:
+        """Cache new tokens; keys, values and state of all that there are."""
+        if self.cache is not None:
+            k, v, state = remember(self.cache.whole, self.cache.number, k, v, state)
+        # Without the room that a static cache has behind.
+        count = self.layout.key_count
+        if k.shape[2] > count:
+            k, v = k[:, :, :count], v[:, :, :count]
+            state = state and {name: numbers[:, :, :count] for name, numbers in state.items()}
+        return k, v, state
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Output:
+        """`lw.attend` of all keys with the layer's own scale, window, softcap and sink, unless other ones are given."""
+        own: dict[str, Any] = {"scale": self.scale, "window": self.window, "softcap": self.softcap, "sink": self.sink}
+        options = own | options
+        if self.added is not None:
+            bias = options.get("bias")
+            options["bias"] = self.added if bias is None else SumBias((bias, self.added))
+        return lengthwise_attention(
+            self.module, q, k, v, None, layout=self.layout, output_attentions=self.weights, **options
+        )
+
+
+def as_before(call: LayerCall) -> Output:
+    """What a layer computes by itself."""
+    k, v, _ = call.remember(call.k, call.v)
+    return call.attend(call.q, k, v)
+
+
+class NewTokens(Cache):
+    """A cache that gives a layer its new keys and values back: they are cached once our function has had them."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.whole, self.layers, self.number = cache, cache.layers, 0
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The new tokens as they are."""
+        self.number = layer_idx
+        return key_states, value_states
+
+
+class _Current:
+    """The pass that is under way: a context variable, or in a compiled graph, which knows none, an attribute."""
+
+    def __init__(self) -> None:
+        self.variable: ContextVar[Placed | None] = ContextVar("placed", default=None)
+        self.plain: Placed | None = None
+
+    def set(self, placed: Placed | None) -> None:
+        if torch.compiler.is_compiling():
+            self.plain = placed
+        else:
+            self.variable.set(placed)
+
+    def get(self) -> Placed | None:
+        return self.plain if torch.compiler.is_compiling() else self.variable.get()
+
+
+_current = _Current()
+
+
+def current_layout() -> TokenLayout | None:
+    """The layout of the pass that is under way in a swapped model, for what acts as tokens enter."""
+    placed = _current.get()
+    return None if placed is None else placed.layout
+
+
+class Swap:
+    """A model's attention with functions of ours in some layers; `undo` leaves the model as it was."""
+
+    def __init__(self, model: PreTrainedModel, runs: Mapping[int, Run], *, rotated: bool = False) -> None:
+        self.model = model
+        modules = attention_modules(model)
+        self.owner = _owner(model, modules)
+        self.causal = is_causal(next(iter(modules.values())))
+        self.names = tuple(inspect.signature(self.owner.forward).parameters)
+        self.windows: list[int | None] = _cached_windows(self.owner.config, len(modules))
+        unknown = set(runs) - set(range(len(modules)))
+        if unknown:
+            raise ValueError(f"a layer must be one of 0 to {len(modules) - 1}, got {sorted(unknown)[0]}")
+        if swap_of(model) is not None:
+            raise ValueError(
+                f"{type(model).__name__} has attention of ours in place already; take it out first: lw.unfit(model)"
+            )
+        self.handles = [
+            self.owner.register_forward_pre_hook(self.enter, with_kwargs=True),
+            self.owner.register_forward_hook(self.leave, always_call=True),
+        ]
+        for number, module in enumerate(modules.values()):
+            hook = _LayerHook(module, number, runs.get(number, as_before), rotated=rotated or number not in runs)
+            self.handles.append(module.register_forward_pre_hook(hook.before, with_kwargs=True))
+        configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+        self.implementations = [(config, config._attn_implementation) for config in configs.values()]
+        for config in configs.values():
+            config._attn_implementation_internal = SWAPPED
+        self.owner._lengthwise_swap = self  # type: ignore[assignment]
+
+    def undo(self) -> None:
+        """Hooks off, and the model's own attention back."""
+        for handle in self.handles:
+            handle.remove()
+        for config, implementation in self.implementations:
+            config._attn_implementation_internal = implementation
+        del self.owner._lengthwise_swap
+
+    def enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Make the layout of a pass."""
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        tokens = given.get("input_ids")
+        tokens = given.get("inputs_embeds") if tokens is None else tokens
+        if tokens is None:
+            raise ValueError("expected either input_ids or inputs_embeds, got neither")
+        mask, cache = given.get("attention_mask"), given.get("past_key_values")
+        if isinstance(mask, dict):
+            # By kind of layer, as `generate` makes them; ours are the padding alone, all the same.
+            mask = given["attention_mask"] = next(iter(mask.values()))
+        explicit = mask if isinstance(mask, Tensor) and mask.ndim == 4 else None
+        if explicit is not None:
+            mask = given["attention_mask"] = None
+        past, capacity = self._cached(cache)
+        layout = make_layout(
+            tokens,
+            attention_mask=mask,
+            position_ids=given.get("position_ids"),
+            past=past,
+            capacity=capacity,
+            cached=cache is not None,
+        )
+        if not self.causal:
+            layout = replace(layout, causal=False, facts=None).with_facts()
+        added = None
+        if explicit is not None:
+            layout = with_mask(layout, explicit, tokens.shape[0], explicit.shape[1], capacity)
+            added = added_by(explicit, layout)
+        weights = given.get("output_attentions")
+        weights = self.owner.config.output_attentions if weights is None else weights
+        _current.set(Placed(layout, added=added, weights=bool(weights)))
+        return (), given
+
+    def _cached(self, cache: Any) -> tuple[Slot, int | None]:
+        if cache is None:
+            return 0, None
+        if isinstance(cache, EncoderDecoderCache) or not isinstance(cache, Cache):
+            raise NotImplementedError(
+                f"expected a cache of a decoder, such as DynamicCache(), got a {type(cache).__name__}"
+            )
+        return cached_length(cache, [window or 0 for window in self.windows])
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The pass is over."""
+        _current.set(None)
+
+
+class _LayerHook:
+    """What happens before one attention module."""
+
+    def __init__(self, module: nn.Module, number: int, run: Run, *, rotated: bool) -> None:
+        self.names = tuple(inspect.signature(module.forward).parameters)
+        self.number, self.run, self.rotated = number, run, rotated
+
+    def before(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Take the layout out of the mask's place, angles and cache out of the module's hands."""
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        placed = given.get("attention_mask")
+        if not isinstance(placed, Placed):
+            implementation = module.config._attn_implementation
+            if implementation != SWAPPED:
+                raise ValueError(
+                    f"attention of ours is in place, which needs the implementation {SWAPPED!r}, got "
+                    f"{implementation!r}; call lw.unfit(model) before model.set_attn_implementation"
+                )
+            raise NotImplementedError(
+                f"{type(module).__name__} must be given the mask that its model makes, got "
+                f"{type(placed).__name__}; a mask of its own cannot be told from positions"
+            )
+        layout, added = placed.layout, placed.added
+        cache = None
+        for name in CACHES:
+            if given.get(name) is not None:
+                layout = cached_layout(given[name], getattr(module, "layer_idx", self.number), layout, placed.window)
+                cache = given[name] = NewTokens(given[name])
+        if added is not None and layout is not placed.layout:
+            raise NotImplementedError("an explicit mask of numbers needs a cache that keeps all keys")
+        angles = given.get("position_embeddings")
+        if angles is not None and not self.rotated:
+            cos, sin = angles
+            given["position_embeddings"] = (torch.ones_like(cos), torch.zeros_like(sin))
+        given["attention_mask"] = None
+        known = {"number": self.number, "x": given["hidden_states"], "layout": layout, "cache": cache, "added": added}
+        given["lengthwise"] = self.run, known | {"window": placed.window, "weights": placed.weights}
+        return (), given
+
+
+def swapped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    lengthwise: tuple[Run, dict[str, Any]] | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> Output:
+    """The attention function that transformers knows: what a layer's hook knows, with the queries, keys and values."""
+    if lengthwise is None:
+        raise NotImplementedError(
+            f"{type(module).__name__} does not hand its keywords on to the attention function, so nothing of ours "
+            "gets there"
+        )
+    run, known = lengthwise
+    own: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink": s_aux, "dropout": dropout}
+    return run(LayerCall(module=module, q=query, k=key, v=value, **known, **own))
+
+
+def swapped_mask(
+    *,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    config: Any = None,
+    use_vmap: bool = False,
+    **kwargs: Any,
+) -> Placed | Tensor | None:
+    """The layout of the pass, for one kind of layer; outside of one, where `generate` prepares it, the padding alone."""
+    placed = _current.get()
+    if placed is None:
+        return attention_mask
+    if use_vmap:
+        raise NotImplementedError(f"{type(config).__name__} lays a mask of its own over the usual one, which is unknown")
+    return replace(placed, window=_window(config, local_size, causal=placed.layout.causal))
+
+
+def _window(config: Any, size: int | None, *, causal: bool) -> Window | None:
+    """transformers' window as ours: two-sided it is one longer, and Llama 4's chunks are bands."""
+    if size is None:
+        return None
+    if size == getattr(config, "attention_chunk_size", None) and size != getattr(config, "sliding_window", None):
+        return Band(0, 1, chunk=size)
+    return size if causal else size + 1
+
+
+def _cached_windows(config: Any, count: int) -> list[int | None]:
+    """How many tokens the cache of each layer keeps; None for all."""
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * count
+    sizes = {
+        "sliding_attention": getattr(config, "sliding_window", None),
+        "chunked_attention": getattr(config, "attention_chunk_size", None),
+    }
+    return [sizes.get(kind) for kind in kinds]
+
+
+def swap_attention(model: PreTrainedModel, runs: Mapping[int, Run], *, rotated: bool = False) -> Swap:
+    """Put functions of ours in the place of the attention of some layers, by number.
+
+    Layers without one compute what they did, and keep their own rotation; with `rotated` all layers keep it.
+    """
+    return Swap(model, runs, rotated=rotated)
+
+
+def swap_of(model: nn.Module) -> Swap | None:
+    """What is in place in a model, if anything is."""
+    return next((m._lengthwise_swap for m in model.modules() if hasattr(m, "_lengthwise_swap")), None)  # type: ignore[misc]
+
+
+def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a model that call the attention interface, by name and in order."""
+    return {name: module for name, module in model.named_modules() if _calls_interface(type(module))}
+
+
+def _calls_interface(kind: type) -> bool:
+    if not kind.__module__.startswith("transformers.models."):
+        return False
+    return "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(kind.forward)
+
+
+def is_causal(module: Any) -> bool:
+    """Whether an attention module, under its config, sees no later tokens."""
+    return bool(getattr(module, "is_causal", True)) and getattr(module.config, "is_causal", True) is not False
+
+
+def _owner(model: PreTrainedModel, modules: Mapping[str, nn.Module]) -> PreTrainedModel:
+    """The innermost transformers model around all attention modules: it gets mask, positions and cache as given."""
+    name = type(model).__name__
+    if not modules:
+        raise NotImplementedError(
+            f"{name} has attention code of its own, which transformers' attention interface does not reach"
+        )
+    owners = {}
+    for path in modules:
+        parts = path.split(".")
+        around = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
+        owner = [module for module in around if isinstance(module, PreTrainedModel)][-1]
+        owners[id(owner)] = owner
+    config = model.config
+    if len(owners) > 1 or config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+        raise NotImplementedError(f"{name} has several kinds of attention (an encoder, a decoder, or both across)")
+    return next(iter(owners.values()))
+
+
+AttentionInterface.register(SWAPPED, swapped_attention)
+AttentionMaskInterface.register(SWAPPED, swapped_mask)
