@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         registered,
     )
     from lengthwise.encodings import ENCODINGS, AttentionShape, Encoding, make, register
+    from lengthwise.model.stretch import stretch, unstretch
     from lengthwise.rescore import ContextualPositions, HeadNetwork, Rescore, ScoreFunction
     from lengthwise.token_layout import Band, PositionError, TokenLayout, layout
 
@@ -49,6 +50,8 @@ _HOMES = {
     "register": "encodings",
     "registered": "bias",
     "skipping": "attention",
+    "stretch": "model.stretch",
+    "unstretch": "model.stretch",
 }
 """Where each public name lives. torch is loaded with the first one, so that `lengthwise --help` need not."""
 
@@ -79,6 +82,8 @@ __all__ = [
     "register",
     "registered",
     "skipping",
+    "stretch",
+    "unstretch",
 ]
 
 

@@ -86,7 +86,9 @@ def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
                 swap.undo()
     missing = [name for number, name in enumerate(modules) if number not in flat]
     if missing:
-        raise NotImplementedError(f"{missing[0]} of {type(model).__name__} does not take part in a forward pass of text")
+        raise NotImplementedError(
+            f"{missing[0]} of {type(model).__name__} does not take part in a forward pass of text"
+        )
     return [
         _layer(model, name, module, own[number][0], flat[number], positions)
         for number, (name, module) in enumerate(modules.items())

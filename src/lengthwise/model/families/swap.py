@@ -317,7 +317,9 @@ def swapped_mask(
     if placed is None:
         return attention_mask
     if use_vmap:
-        raise NotImplementedError(f"{type(config).__name__} lays a mask of its own over the usual one, which is unknown")
+        raise NotImplementedError(
+            f"{type(config).__name__} lays a mask of its own over the usual one, which is unknown"
+        )
     return replace(placed, window=_window(config, local_size, causal=placed.layout.causal))
 
 
