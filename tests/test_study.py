@@ -252,11 +252,11 @@ def test_every_option_of_training_and_evaluation_is_one_of_a_study():
     assert (config.seeds, config.train) == ([1, 2], False)
 
 
-def test_seeds_share_a_row_and_tasks_and_scalings_have_theirs(tmp_path, in_process):
-    config = small(tmp_path, encodings=["rope"], seeds=[1, 2], rope=["yarn:2"], tasks=["copy"])
+def test_seeds_share_a_row_and_tasks_and_stretched_models_have_theirs(tmp_path, in_process):
+    config = small(tmp_path, encodings=["rope"], seeds=[1, 2], stretch=["yarn:2"], tasks=["copy"])
     run_study(config)
     found = json.loads((tmp_path / "out/study.json").read_text())
-    assert [row["encoding"] for row in found["rows"]] == ["rope", "rope+yarn2"]
+    assert [row["encoding"] for row in found["rows"]] == ["rope", "rope+window:32", "rope+yarn:2"]
     assert "Tasks" in (tmp_path / "out/report.md").read_text()
 
 
@@ -418,7 +418,7 @@ def test_the_papers_figures_stand_beside_ours(tmp_path, in_process):
         ({"jobs": 0}, "jobs must be a positive int"),
         ({"preset": "giant"}, "unknown preset 'giant'"),
         ({"tasks": ["sing"]}, "unknown task 'sing'"),
-        ({"rope": ["yarn"]}, "TYPE:FACTOR"),
+        ({"stretch": ["yarn"]}, "TYPE:FACTOR"),
         ({"lengths": [0]}, "length must be a positive int"),
         ({"windows": 0}, "windows must be a positive int"),
         ({"stride": -1}, "stride must be a positive int"),

@@ -5,7 +5,7 @@ import torch
 from model_kit import loud_model
 
 from lengthwise.data import documents, load_tokenizer
-from lengthwise.evaluate.tasks import score_task, task_rows
+from lengthwise.evaluate.tasks import score_task, sized_examples, task_rows
 from lengthwise.tasks import DIGITS, TASKS, examples
 
 
@@ -111,10 +111,31 @@ def test_a_model_that_knows_the_answers_is_right_every_time():
     assert (score.exact, score.tokens) == (9, 1.0)
 
 
+@pytest.mark.parametrize("task", ["passkey", "recall", "copy"])
+def test_examples_fill_a_length_in_the_tokens_of_the_model_and_never_exceed_it(task, tmp_path):
+    (tmp_path / "a.txt").write_text("The key is 12345. What is the key? The grass is green. The sky is blue. " * 50)
+    tokenizer = load_tokenizer("bpe:300", source=tmp_path / "a.txt", cache=tmp_path / "cache")
+    for length in (200, 700):
+        rows = sized_examples(tokenizer, task, length=length, count=3)
+        sizes = [len(row.tokens) for row in rows]
+        assert 0.8 * length <= min(sizes) <= max(sizes) <= length
+        if task == "passkey":
+            answers = [tokenizer.decode(row.tokens[len(row.tokens) - row.scored :]) for row in rows]
+            assert all(answer.strip().isdigit() for answer in answers)
+
+
+def test_recall_has_as_many_names_as_fill_its_length():
+    (example,) = examples("recall", length=20_000, count=1)
+    assert len(example.prompt) > 19_980
+    pairs = dict(pair.split("=") for pair in example.prompt.removeprefix("recall:").split("?")[0].split(" "))
+    assert len(pairs) == example.prompt.count("=") - 1
+    assert {len(name) for name in pairs} == {3}
+
+
 def test_lengths_without_an_example_and_beyond_a_table_are_cells_that_say_so():
     tokenizer, model = load_tokenizer("bytes"), loud_model("learned", vocab_size=257, n_positions=40)
     short, right, long = score_task(model, tokenizer, "copy", [5, 30, 60], name="m", count=3)
-    assert "no example of 5 characters" in short.refused
+    assert "no example of 5 tokens" in short.refused
     assert right.refused is None
     assert "ends at 40" in long.refused
     assert task_rows([short, right, long])[1] == ["copy", "", "m", "-", "0%", "-"]
@@ -127,7 +148,7 @@ def test_lengths_without_an_example_and_beyond_a_table_are_cells_that_say_so():
         ({"name": "copy", "length": 3, "count": 1}, "8 or more, got 3"),
         ({"name": "copy", "length": 40, "count": 0}, "count must be"),
         ({"name": "copy", "length": 40, "count": 1, "depth": 0.5}, "of a task that has one, 'passkey' or 'recall'"),
-        ({"name": "passkey", "length": 40, "count": 1, "depth": 1.5}, "depth must be from 0 to 1"),
+        ({"name": "passkey", "length": 60, "count": 1, "depth": 1.5}, "depth must be from 0 to 1"),
     ],
 )
 def test_bad_input_is_refused_in_three_parts(arguments, words):

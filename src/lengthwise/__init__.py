@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lengthwise.model.accelerate import accelerate
     from lengthwise.model.adapters import load, save_adapter
     from lengthwise.model.fit import fit, unfit
+    from lengthwise.model.stretch import stretch, unstretch
     from lengthwise.rescore import ContextualPositions, HeadNetwork, Rescore, ScoreFunction
     from lengthwise.token_layout import Band, PositionError, TokenLayout, layout
 
@@ -56,7 +57,9 @@ _HOMES = {
     "registered": "bias",
     "save_adapter": "model.adapters",
     "skipping": "attention",
+    "stretch": "model.stretch",
     "unfit": "model.fit",
+    "unstretch": "model.stretch",
 }
 """Where each public name lives. torch is loaded with the first one, so that `lengthwise --help` need not."""
 
@@ -91,7 +94,9 @@ __all__ = [
     "registered",
     "save_adapter",
     "skipping",
+    "stretch",
     "unfit",
+    "unstretch",
 ]
 
 

@@ -268,6 +268,7 @@ def evaluate(sources: list[str], device: str, trust_remote_code: bool, out: str 
     """The table, and the files that were written."""
     from lengthwise.evaluate.run import evaluate_models
 
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     result = evaluate_models(sources, EvalConfig(**options), device=device, trust_remote_code=trust_remote_code)
     written = result.write(Path(out)) if out is not None else []
     return "\n".join([result.text(), *(f"wrote {path}" for path in written)])

@@ -18,6 +18,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from string import ascii_lowercase
 
 from lengthwise.errors import check_int
@@ -78,7 +79,7 @@ def _induction(rng: random.Random, length: int, depth: float | None) -> Example:
 def _passkey(rng: random.Random, length: int, depth: float | None) -> Example:
     depth = rng.random() if depth is None else depth
     key = "".join(rng.choices("0123456789", k=DIGITS))
-    needle, question = f"The key is {key}. ", "What is the key? "
+    needle, question = f"The key is {key}. ", "What is the key? The key is "
     room = length - len(needle) - len(question) - DIGITS
     sentences: list[str] = []
     while sum(map(len, sentences)) <= room:
@@ -91,12 +92,24 @@ def _passkey(rng: random.Random, length: int, depth: float | None) -> Example:
 
 def _recall(rng: random.Random, length: int, depth: float | None) -> Example:
     depth = rng.random() if depth is None else depth
-    pairs = min((length - len("recall:?ab=3")) // len("ab=3 "), len(ascii_lowercase) ** 2)
-    names = rng.sample([a + b for a in ascii_lowercase for b in ascii_lowercase], pairs)
+    # Names are as long as there must be different ones to fill the length.
+    letters = next(n for n in count(2) if _pairs(length, n) <= len(ascii_lowercase) ** n)
+    pairs = _pairs(length, letters)
+    names = [_spelled(number, letters) for number in rng.sample(range(len(ascii_lowercase) ** letters), pairs)]
     values = rng.choices("0123456789", k=pairs)
     place = round(depth * (pairs - 1))
     told = " ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
     return Example(f"recall:{told}?{names[place]}=", values[place], depth)
+
+
+def _pairs(length: int, letters: int) -> int:
+    """How many pairs of a name and a digit there is room for."""
+    return (length - len("recall:?=3") - letters) // (letters + len("=3 "))
+
+
+def _spelled(number: int, letters: int) -> str:
+    base = len(ascii_lowercase)
+    return "".join(ascii_lowercase[number // base**place % base] for place in reversed(range(letters)))
 
 
 def _addition(rng: random.Random, length: int, depth: float | None) -> Example:
@@ -121,7 +134,7 @@ TASKS = {
     "reverse": Task(_reverse, least=len("reverse:a=a")),
     "sort": Task(_sort, least=len("sort:a=a")),
     "induction": Task(_induction, least=4),
-    "passkey": Task(_passkey, least=len("The key is 12345. What is the key? 12345"), has_depth=True),
+    "passkey": Task(_passkey, least=len("The key is 12345. What is the key? The key is 12345"), has_depth=True),
     "recall": Task(_recall, least=len("recall:ab=3 ?ab=3"), has_depth=True),
     "addition": Task(_addition, least=len("addition:1+2=31")),
     "parity": Task(_parity, least=len("parity:0=0")),

@@ -14,7 +14,7 @@ Those that `uses_qk` names, `state` or `bias`, also get the queries and keys of 
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, cast
+from typing import ClassVar, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,16 @@ Keys = Float[Tensor, "batch kv_head key dim"]
 
 State = dict[str, Float[Tensor, "batch head key ..."]]
 """Per-token numbers by name, float32 or better: whoever runs the model keeps them beside the keys."""
+
+
+class Zone(NamedTuple):
+    """Queries and keys as they meet within a window; what lies outside of it is that of other zones."""
+
+    q: Queries
+    k: Keys
+    window: Window | None = None
+    """None for that of the layer."""
+
 
 Hook = Literal["embed", "state", "rotate", "bias", "rescore", "logit_scale", "sink"]
 
@@ -117,6 +127,13 @@ class Encoding(nn.Module):
     def rotate(self, q: Queries, k: Keys, layout: TokenLayout, state: State | None = None) -> tuple[Tensor, Tensor]:
         """Queries and keys as they meet; the layout has one position for each of both."""
         return q, k
+
+    def zones(self, q: Queries, k: Keys, layout: TokenLayout, state: State | None = None) -> list[Zone]:
+        """What `rotate` gives, or several of the kind where queries and keys turn differently by how far they are.
+
+        Zones share no pair of a query and a key; whoever runs the model merges what attention gives for each.
+        """
+        return [Zone(*self.rotate(q, k, layout, state))]
 
     def bias(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> Bias | None:
         """What is added to the scores.

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from lengthwise.bias import Bias, SumBias, at_least_float32
-from lengthwise.encodings.base import AttentionShape, Encoding, Hook, Keys, Queries, State, Tokens
+from lengthwise.encodings.base import AttentionShape, Encoding, Hook, Keys, Queries, State, Tokens, Zone
 from lengthwise.errors import OptionError, describe
 from lengthwise.rescore import Rescore
 from lengthwise.token_layout import TokenLayout, Window
@@ -99,6 +99,18 @@ class Composition(Encoding):
         for name, part in self._parts():
             q, k = part.rotate(q, k, layout, _own(state, name))
         return q, k
+
+    def zones(self, q: Queries, k: Keys, layout: TokenLayout, state: State | None = None) -> list[Zone]:
+        """Those of the part that has several, turned by all others too."""
+        zones = [Zone(q, k)]
+        for name, part in self._parts():
+            own = _own(state, name)
+            zones = [
+                turned._replace(window=turned.window or zone.window)
+                for zone in zones
+                for turned in part.zones(zone.q, zone.k, layout, own)
+            ]
+        return zones
 
     def bias(
         self,

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from lengthwise.evaluate.config import PROTOCOLS, EvalConfig, Protocol
     from lengthwise.evaluate.corpus import Corpus, read_corpus
     from lengthwise.evaluate.losses import Score, score_lengths
-    from lengthwise.evaluate.run import Evaluation, evaluate_models, with_scaling
+    from lengthwise.evaluate.run import Evaluation, evaluate_models
     from lengthwise.evaluate.statistics import Interval, bootstrap, paired_difference
     from lengthwise.evaluate.table import LengthTable
 
@@ -25,7 +25,6 @@ _HOMES = {
     "paired_difference": "statistics",
     "read_corpus": "corpus",
     "score_lengths": "losses",
-    "with_scaling": "run",
 }
 """Where each public name lives. torch is loaded with the first one: the command line needs only the config."""
 
@@ -43,7 +42,6 @@ __all__ = [
     "paired_difference",
     "read_corpus",
     "score_lengths",
-    "with_scaling",
 ]
 
 

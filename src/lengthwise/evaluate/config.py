@@ -9,6 +9,8 @@ from lengthwise.options import option
 Protocol = Literal["fair", "paper", "sliding"]
 PROTOCOLS: tuple[Protocol, ...] = ("fair", "paper", "sliding")
 LENGTHS = (128, 256, 512, 1024)
+FAR_TASKS = ("passkey", "recall")
+"""Tasks whose answer stands far back."""
 
 
 @dataclass(frozen=True)
@@ -31,16 +33,28 @@ class EvalConfig:
     chunk: int | None = option(
         None, "read windows in chunks of so many tokens through the cache; by default only where memory needs it"
     )
-    rope: list[str] = option([], "RoPE scalings such as yarn:8, each a row of its own")  # noqa: RUF009
-    tasks: list[str] = option([], "synthetic tasks to score at every length, e.g. copy passkey")  # noqa: RUF009
-    examples: int = option(100, "examples of each task, length and depth")
+    by_position: bool = option(False, "the loss at every place of the longest windows, not at the scored ones alone")
+    stretch: list[str] = option(  # noqa: RUF009
+        [], "ways to stretch models with RoPE, such as yarn:8 self-extend:8; each is a row, and so is a plain window"
+    )
+    tasks: list[str] = option(  # noqa: RUF009
+        [], "synthetic tasks to score at every length, e.g. copy; with --stretch passkey and recall"
+    )
+    examples: int | None = option(None, "examples of each task, length and depth; 100, or with --stretch 10")
 
     def resolved(
         self, *, lengths: list[int] | None = None, text: str = "stdlib", windows: int = 256
     ) -> "ResolvedEvalConfig":
         """The same with these values where an option was left open."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        chosen = {"lengths": list(lengths or LENGTHS), "text": text, "windows": windows}
+        chosen = {
+            "lengths": list(lengths or LENGTHS),
+            "text": text,
+            "windows": windows,
+            "examples": 10 if self.stretch else 100,
+        }
+        # A window alone does no harm to perplexity: what a stretched model is worth shows where far text is needed.
+        given["tasks"] = self.tasks or ([*FAR_TASKS] if self.stretch else [])
         return ResolvedEvalConfig(**(given | {k: v if given[k] is None else given[k] for k, v in chosen.items()}))
 
 
@@ -51,6 +65,7 @@ class ResolvedEvalConfig(EvalConfig):
     lengths: list[int]
     text: str
     windows: int
+    examples: int
 
     def __post_init__(self) -> None:
         from lengthwise.errors import check_int

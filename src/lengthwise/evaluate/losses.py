@@ -1,8 +1,11 @@
 """A model's loss against the length it reads, under a protocol: any causal language model of transformers.
 
 The loss of each scored token of a batch of windows is computed in one pass or in chunks through the cache. Chunks give
-the same losses and need memory for one chunk and the cache only; a window whose cache alone does not fit is refused
-before anything is computed.
+the same losses and need memory for one chunk and the cache only. What every length needs is known before the first is
+computed; one whose cache alone does not fit is refused.
+
+Where a tokenizer begins every text with a token of its own, as Gemma's does, that stands in the place of a window's
+first token: such models predict nonsense without it.
 """
 
 import hashlib
@@ -21,7 +24,6 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
-from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from lengthwise.attention.backend import total_bytes
@@ -29,10 +31,12 @@ from lengthwise.encodings import Encoding, PositionError
 from lengthwise.errors import check_int
 from lengthwise.evaluate.config import Protocol
 from lengthwise.evaluate.corpus import Corpus, Window, WindowPlan, plan_windows
+from lengthwise.evaluate.progress import Progress, work
 from lengthwise.evaluate.statistics import Interval, bootstrap
 from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.model.families import check_length
 from lengthwise.model.losses import head_loss
+from lengthwise.model.stretch import stretched
 
 BATCH_TOKENS = 8192
 """Tokens in a batch of windows, unless one window has more."""
@@ -41,6 +45,29 @@ POSITION_GROUPS = 64
 SMALLEST_CHUNK = 256
 LOGIT_ROWS = 512
 """Rows of logits turned into losses at a time."""
+
+
+@dataclass(frozen=True)
+class LengthPlan:
+    """What will be computed at one length, or why it cannot be."""
+
+    plan: WindowPlan
+    chunk: int | None = None
+    every_place: bool = False
+    """Whether the loss is wanted at every place of the windows."""
+    bytes: int = 0
+    """About how much memory that takes beside the weights."""
+    refused: str | None = None
+
+    @property
+    def length(self) -> int:
+        """That of its windows."""
+        return self.plan.windows[0].length
+
+    @property
+    def work(self) -> float:
+        """For the time left."""
+        return 0.0 if self.refused else work(self.length, len(self.plan.windows))
 
 
 @dataclass(frozen=True)
@@ -130,27 +157,78 @@ def score_lengths(
     windows: int = 256,
     stride: int | None = None,
     chunk: int | None = None,
+    by_position: bool = False,
+    progress: Progress | None = None,
 ) -> list[Score]:
     """One score per length; for a length that the model or the machine cannot take the score has the reason."""
+    plans = plan_lengths(
+        model,
+        len(corpus),
+        lengths,
+        protocol=protocol,
+        windows=windows,
+        stride=stride,
+        chunk=chunk,
+        by_position=by_position,
+    )
+    if progress is None:
+        with Progress(sum(plan.work for plan in plans)) as own:
+            return score_plans(model, corpus, plans, name=name, tokenizer=tokenizer, progress=own)
+    return score_plans(model, corpus, plans, name=name, tokenizer=tokenizer, progress=progress)
+
+
+def plan_lengths(
+    model: PreTrainedModel,
+    total: int,
+    lengths: Sequence[int],
+    *,
+    protocol: Protocol = "fair",
+    windows: int = 256,
+    stride: int | None = None,
+    chunk: int | None = None,
+    by_position: bool = False,
+) -> list[LengthPlan]:
+    """What will be computed at every length in a text of `total` tokens, without computing any of it."""
     lengths = checked_lengths(lengths)
-    model.eval()
-    scores = []
+    ends = {"shortest": lengths[0], "longest": lengths[-1]}
+    plans = []
     for length in lengths:
-        plan = plan_windows(
-            protocol,
-            len(corpus),
-            length,
-            shortest=lengths[0],
-            longest=lengths[-1],
-            windows=windows,
-            stride=stride,
-        )
+        plan = plan_windows(protocol, total, length, windows=windows, stride=stride, **ends)
+        every = by_position and length == lengths[-1] and not length_dependent(model)
+        scored = length if every else plan.windows[0].scored
         try:
             check_length(model, length)
-            part = chunk or fitting_chunk(model, length=length, scored=plan.windows[0].scored)
-            scores.append(_score(model, corpus, plan, name=name, tokenizer=tokenizer, chunk=part))
+            part = chunk or fitting_chunk(model, length=length, scored=min(scored, LOGIT_ROWS) if every else scored)
+            if every and not isinstance(model, LengthwiseForCausalLM):
+                # Logits of a whole window would not fit; those of a chunk do.
+                part = min(part or LOGIT_ROWS, LOGIT_ROWS)
+            batch = max(1, BATCH_TOKENS // length)
+            need = bytes_needed(model, length=length, scored=scored, batch=batch, chunk=part)
+            plans.append(LengthPlan(plan, part, every, need))
         except (PositionError, MemoryError) as error:
-            scores.append(Score(name, length, plan.description, corpus.source, tokenizer, refused=str(error)))
+            plans.append(LengthPlan(plan, refused=str(error)))
+    return plans
+
+
+def score_plans(
+    model: PreTrainedModel,
+    corpus: Corpus,
+    plans: Sequence[LengthPlan],
+    *,
+    name: str,
+    tokenizer: str,
+    progress: Progress,
+) -> list[Score]:
+    """What was planned, computed."""
+    model.eval()
+    scores = []
+    for plan in plans:
+        progress.start(f"{name} at {plan.length:,}")
+        if plan.refused is None:
+            scores.append(_score(model, corpus, plan, name=name, tokenizer=tokenizer, progress=progress))
+        else:
+            description = plan.plan.description
+            scores.append(Score(name, plan.length, description, corpus.source, tokenizer, refused=plan.refused))
     return scores
 
 
@@ -164,13 +242,14 @@ def checked_lengths(lengths: Sequence[int]) -> list[int]:
 
 
 def _score(
-    model: PreTrainedModel, corpus: Corpus, plan: WindowPlan, *, name: str, tokenizer: str, chunk: int | None
+    model: PreTrainedModel, corpus: Corpus, planned: LengthPlan, *, name: str, tokenizer: str, progress: Progress
 ) -> Score:
-    length = plan.windows[0].length
+    plan, length = planned.plan, planned.length
     began = time.perf_counter()
-    losses = np.concatenate([row for rows in _losses(model, corpus, plan, chunk, name) for row in rows])
+    rows = [row for rows in _losses(model, corpus, planned, progress) for row in rows]
+    losses = np.concatenate([row[len(row) - w.scored :] for row, w in zip(rows, plan.windows, strict=True)])
     places = np.concatenate([np.arange(w.targets.start, w.targets.stop) for w in plan.windows])
-    inside = np.concatenate([np.arange(w.length - w.scored, w.length) for w in plan.windows])
+    inside = np.concatenate([np.arange(length - len(row), length) for row in rows])
     documents, which = np.unique(corpus.document[places], return_inverse=True)
     checksum = hashlib.sha256(corpus.tokens[places].tobytes() + places.tobytes())
     return Score(
@@ -184,38 +263,34 @@ def _score(
         nats=np.bincount(which, weights=losses).tolist(),
         tokens=np.bincount(which).tolist(),
         bytes=np.bincount(which, weights=corpus.size[places]).astype(int).tolist(),
-        positions=_by_position(inside, losses),
+        positions=_by_position(inside, np.concatenate(rows)),
         seconds=time.perf_counter() - began,
     )
 
 
 def _losses(
-    model: PreTrainedModel, corpus: Corpus, plan: WindowPlan, chunk: int | None, name: str
+    model: PreTrainedModel, corpus: Corpus, planned: LengthPlan, progress: Progress
 ) -> list[list[NDArray[np.float64]]]:
     """The losses of each window in turn; windows with as many scored tokens go through the model together."""
-    at_once = max(1, BATCH_TOKENS // plan.windows[0].length)
-    bar = tqdm(
-        total=len(plan.windows),
-        desc=f"{name} at {plan.windows[0].length:,}",
-        unit="window",
-        leave=False,
-        disable=not sys.stderr.isatty(),
-    )
+    at_once = max(1, BATCH_TOKENS // planned.length)
     losses = []
-    with bar:
-        for scored, group in groupby(plan.windows, lambda window: window.scored):
-            alike = list(group)
-            for first in range(0, len(alike), at_once):
-                batch = alike[first : first + at_once]
-                tokens = _stacked(corpus, batch).to(model.device)
-                nats = token_losses(model, tokens, scored=scored, chunk=chunk)
-                losses.append(list(nats.double().cpu().numpy()))
-                bar.update(len(batch))
+    for scored, group in groupby(planned.plan.windows, lambda window: window.scored):
+        alike = list(group)
+        for first in range(0, len(alike), at_once):
+            batch = alike[first : first + at_once]
+            tokens = _stacked(corpus, batch).to(model.device)
+            wanted = planned.length if planned.every_place else scored
+            nats = token_losses(model, tokens, scored=wanted, chunk=planned.chunk)
+            losses.append(list(nats.double().cpu().numpy()))
+            progress.done(planned.length, len(batch))
     return losses
 
 
 def _stacked(corpus: Corpus, windows: Sequence[Window]) -> torch.Tensor:
-    return torch.from_numpy(np.stack([corpus.tokens[w.begin : w.begin + w.length + 1] for w in windows]))
+    tokens = np.stack([corpus.tokens[w.begin : w.begin + w.length + 1] for w in windows])
+    if corpus.start is not None:
+        tokens[:, 0] = corpus.start
+    return torch.from_numpy(tokens)
 
 
 def _by_position(inside: NDArray[np.int64], losses: NDArray[np.float64]) -> list[tuple[int, float]]:
@@ -289,7 +364,9 @@ def bytes_needed(model: PreTrainedModel, *, length: int, scored: int, batch: int
     rows = LOGIT_ROWS if isinstance(model, LengthwiseForCausalLM) else min(step, scored)
     logits = 2 * rows * config.vocab_size * 4
     scores = 2 * heads * step * length * 4 if config._attn_implementation == "eager" else 0
-    return batch * (cache + working + scores + logits)
+    # A window is a mask of booleans to transformers' own attention, filled in.
+    windowed = config._attn_implementation == "sdpa" and getattr(config, "sliding_window", None)
+    return batch * (cache + working + scores + logits + (step * length if windowed else 0))
 
 
 def fitting_chunk(model: PreTrainedModel, *, length: int, scored: int) -> int | None:
@@ -318,6 +395,8 @@ def _memory(model: PreTrainedModel) -> int:
 
 def length_dependent(model: PreTrainedModel) -> bool:
     """Whether the angles change as the sequence grows."""
+    if (change := stretched(model)) is not None:
+        return change.length_dependent
     if isinstance(model, LengthwiseForCausalLM):
         return any(part.length_dependent for part in model.modules() if isinstance(part, Encoding))
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}

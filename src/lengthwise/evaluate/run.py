@@ -1,37 +1,37 @@
 """A whole evaluation: several models, all lengths and tasks, and the files with the results.
 
-RoPE's scalings can be switched on for it: the same weights, other angles, for our models and transformers'. A scaling
-is written TYPE:FACTOR, as in "yarn:8", or is a mapping with all parameters of its rule.
+A model with RoPE can be stretched for it in several ways, each a row of its own: the same weights, other distances.
+Then there is always a control, a plain window of the trained length, and a value at the trained length, and tasks whose
+answer stands far back: a window alone does perplexity no harm.
 """
 
-import copy
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from lengthwise.data import documents
 from lengthwise.encodings.registry import is_encoding
 from lengthwise.evaluate.config import EvalConfig, ResolvedEvalConfig
 from lengthwise.evaluate.corpus import Corpus, read_corpus
-from lengthwise.evaluate.losses import Score, score_lengths
-from lengthwise.evaluate.table import LengthTable, aligned, length_figure, position_figure
-from lengthwise.evaluate.tasks import TaskScore, score_task, task_rows
+from lengthwise.evaluate.losses import LengthPlan, Score, plan_lengths, score_plans
+from lengthwise.evaluate.progress import Progress
+from lengthwise.evaluate.table import LengthTable, aligned, format_value, length_figure, markdown, position_figure
+from lengthwise.evaluate.tasks import TaskScore, depth_figure, score_task, task_rows, task_share, task_work
 from lengthwise.files import write_atomic
 from lengthwise.loading import LoadedModel, LoadError, load_model, tokenizer_id
 from lengthwise.model import LengthwiseForCausalLM
+from lengthwise.model.stretch import CONTROL, StretchSpec, has_rope, parse_stretch, stretching, trained_length
 from lengthwise.runs import Run
 from lengthwise.tasks import find_task
 
 log = logging.getLogger(__name__)
 CORPUS_TOKENS = 2**20
 """Tokens read of a text, unless the windows need more."""
-Scaling = str | Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,56 @@ class Evaluation:
     table: LengthTable
     tasks: list[TaskScore]
     train_length: int | None
+    memory: tuple[str, ...] = ()
+    """What every model needed, in words."""
+
+    def rows(self) -> list[list[str]]:
+        """A heading and a line a model: every length with its interval, how far it holds, and tasks at the longest."""
+        table, longest = self.table, self.table.lengths[-1]
+        tasks = list(dict.fromkeys(score.task for score in self.tasks))
+        head = ["model", *(f"{length:,}" for length in table.lengths), "holds to"]
+        rows = [[*head, *(f"{task} at {longest:,}" for task in tasks)]]
+        for name in table.names:
+            cells = [_with_interval(table, name, length) for length in table.lengths]
+            shares = [task_share(self.tasks, name=name, task=task, length=longest) for task in tasks]
+            rows.append([name, *cells, self._holds(name), *map(_share, shares)])
+        return rows
+
+    def _holds(self, name: str) -> str:
+        held = self.table.holds(name)
+        if held is None:
+            return "-"
+        measured = [length for length in self.table.lengths if self.table.seeds(name, length)]
+        length = f"{'at least ' * (held.length == measured[-1])}{held.length:,}"
+        return length if held.low == held.high else f"{length} ({held.low:,} to {held.high:,})"
+
+    def notes(self) -> list[str]:
+        """What the numbers are."""
+        notes = [
+            *self.table.notes(),
+            "in brackets: 95 % intervals over documents, and over examples of tasks",
+            "holds to: the longest length up to which no loss is more than 2 % above the best at a shorter one",
+        ]
+        if self.train_length is not None:
+            notes.append(f"trained at {self.train_length:,} tokens")
+        return [*notes, *self.memory]
 
     def text(self) -> str:
         """For a terminal."""
-        return self.table.text() + (f"\n\n{aligned(task_rows(self.tasks))}" if self.tasks else "")
+        tasks = ["", aligned(task_rows(self.tasks))] if self.tasks else []
+        return "\n".join([aligned(self.rows()), "", *self.notes(), *tasks])
+
+    def markdown(self) -> str:
+        """Markdown tables with the notes."""
+        tasks = ["", markdown(task_rows(self.tasks))] if self.tasks else []
+        return "\n".join([markdown(self.rows()), "", *(f"- {note}" for note in self.notes()), *tasks])
 
     def write(self, folder: Path) -> list[Path]:
         """JSON, CSV, Markdown, LaTeX and the figures; a figure that cannot be drawn is logged and left out."""
         texts = {
             "scores.json": self.table.json(),
             "scores.csv": self.table.csv(),
-            "scores.md": self.table.markdown(),
+            "scores.md": self.markdown(),
             "scores.tex": self.table.latex(),
         }
         if self.tasks:
@@ -62,15 +101,30 @@ class Evaluation:
     def _draw(self, folder: Path) -> Iterator[Path]:
         from lengthwise.views.style import save_picture
 
-        for name in ("lengths.png", "positions.png"):
+        names = ["lengths.png", "positions.png"]
+        names += ["tasks.png"] if any(score.depth is not None for score in self.tasks) else []
+        for name in names:
             try:
                 if name == "lengths.png":
                     picture = length_figure(self.table, train_length=self.train_length)
+                elif name == "tasks.png":
+                    picture = depth_figure(self.tasks)
                 else:
                     picture = position_figure(self.table, self.table.lengths[-1], train_length=self.train_length)
                 yield save_picture(picture, folder / name, force=True)
             except (ArithmeticError, ImportError, LookupError, RuntimeError, ValueError) as error:
                 log.warning("%s could not be drawn: %s", name, error)
+
+
+def _with_interval(table: LengthTable, name: str, length: int) -> str:
+    cell = table.cell(name, length)
+    if cell.refused:
+        return "-"
+    return f"{cell} ({format_value(cell.interval.low)} to {format_value(cell.interval.high)})"
+
+
+def _share(share: tuple[float, tuple[float, float]] | None) -> str:
+    return "-" if share is None else f"{share[0]:.0%} ({share[1][0]:.0%} to {share[1][1]:.0%})"
 
 
 def evaluate_models(
@@ -82,17 +136,23 @@ def evaluate_models(
     _check_names([name for name, _ in named])
     for task in resolved.tasks:
         find_task(task)
-    scalings = [parse_scaling(scaling) for scaling in resolved.rope]
+    specs = [parse_stretch(spec) for spec in resolved.stretch]
     corpora = Corpora(resolved)
     scores: list[Score] = []
     tasks: list[TaskScore] = []
+    memory: list[str] = []
     train_lengths = set()
     for name, source in named:
         loaded = load_for_evaluation(source, name=name, device=device, trust_remote_code=trust_remote_code)
         train_lengths.add(loaded.train_length)
-        scores += score_model(loaded, resolved, corpora, scalings=scalings)
-        tasks += score_tasks(loaded, resolved)
-    return Evaluation(LengthTable(scores), tasks, train_lengths.pop() if len(train_lengths) == 1 else None)
+        measurement = Measurement(loaded, resolved, corpora, specs)
+        memory.append(measurement.memory())
+        log.info("%s", memory[-1])
+        own_scores, own_tasks = measurement.run()
+        scores += own_scores
+        tasks += own_tasks
+    train_length = train_lengths.pop() if len(train_lengths) == 1 else None
+    return Evaluation(LengthTable(scores), tasks, train_length, tuple(memory))
 
 
 def load_for_evaluation(
@@ -139,47 +199,83 @@ class Corpora:
         return self._by_tokenizer[key]
 
 
-def score_model(
-    loaded: LoadedModel, config: ResolvedEvalConfig, corpora: Corpora, *, scalings: Sequence[Scaling]
-) -> list[Score]:
-    """The model at every length, and again under every scaling of its RoPE."""
-    assert loaded.tokenizer is not None
-    corpus = corpora.read(loaded.tokenizer)
-    return [
-        score
-        for variant in [loaded, *_scaled(loaded, scalings)]
-        for score in score_lengths(
-            variant.model,
-            corpus,
-            config.lengths,
-            name=variant.name,
-            tokenizer=loaded.vocabulary,
-            protocol=config.protocol,
-            windows=config.windows,
-            stride=config.stride,
-            chunk=config.chunk,
-        )
-    ]
+class Measurement:
+    """One model at every length, as it is and stretched in every way; planned and checked as it is made."""
+
+    def __init__(
+        self, loaded: LoadedModel, config: ResolvedEvalConfig, corpora: Corpora, specs: Sequence[StretchSpec] = ()
+    ) -> None:
+        assert loaded.tokenizer is not None
+        self.loaded, self.config, self.tokenizer = loaded, config, loaded.tokenizer
+        self.corpus = corpora.read(self.tokenizer)
+        self.variants: dict[str, StretchSpec | None] = {loaded.name: None}
+        self.variants |= {f"{loaded.name}+{spec.label}": spec for spec in self._ways(specs)}
+        self.lengths = self._lengths()
+        self.plans = {name: self._plans(spec) for name, spec in self.variants.items()}
+
+    def _ways(self, specs: Sequence[StretchSpec]) -> list[StretchSpec]:
+        """The control and what was given, if the model has RoPE."""
+        if not specs or not has_rope(self.loaded.model):
+            return []
+        control = parse_stretch(f"{CONTROL}:{trained_length(self.loaded.model)}")
+        return [control, *(spec for spec in specs if spec.label not in (CONTROL, control.label))]
+
+    def _lengths(self) -> list[int]:
+        """Those of the config, and the trained one, without which nothing can be said of longer ones."""
+        trained = self.loaded.train_length
+        stretched = len(self.variants) > 1 and trained is not None and trained < max(self.config.lengths)
+        return sorted({*self.config.lengths, *([trained] if stretched and trained is not None else [])})
+
+    def _plans(self, spec: StretchSpec | None) -> list[LengthPlan]:
+        with stretching(self.loaded.model, spec):
+            return plan_lengths(
+                self.loaded.model,
+                len(self.corpus),
+                self.lengths,
+                protocol=self.config.protocol,
+                windows=self.config.windows,
+                stride=self.config.stride,
+                chunk=self.config.chunk,
+                by_position=self.config.by_position,
+            )
+
+    def memory(self) -> str:
+        """How much the longest length will take, in words."""
+        model = self.loaded.model
+        weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+        plans = [plan for plans in self.plans.values() for plan in plans if plan.refused is None]
+        most = max(plans, key=lambda plan: plan.bytes, default=None)
+        need = "nothing can be computed" if most is None else f"{_size(most.bytes)} at {most.length:,} tokens"
+        return f"memory of {self.loaded.name}: {_size(weights)} of weights and about {need}"
+
+    def run(self, *, tasks: bool = True) -> tuple[list[Score], list[TaskScore]]:
+        """All scores; without tasks where they are not wanted of every variant."""
+        model, config = self.loaded.model, self.config
+        wanted = {name: config.tasks if tasks or spec is None else [] for name, spec in self.variants.items()}
+        total = sum(plan.work for plans in self.plans.values() for plan in plans)
+        total += sum(task_work(own, self.lengths, config.examples) for own in wanted.values())
+        scores: list[Score] = []
+        task_scores: list[TaskScore] = []
+        with Progress(total) as progress:
+            for name, spec in self.variants.items():
+                with stretching(model, spec):
+                    vocabulary, plans = self.loaded.vocabulary, self.plans[name]
+                    scores += score_plans(model, self.corpus, plans, name=name, tokenizer=vocabulary, progress=progress)
+                    for task in wanted[name]:
+                        task_scores += score_task(
+                            model,
+                            self.tokenizer,
+                            task,
+                            self.lengths,
+                            name=name,
+                            count=config.examples,
+                            progress=progress,
+                        )
+        return scores, task_scores
 
 
-def score_tasks(loaded: LoadedModel, config: ResolvedEvalConfig) -> list[TaskScore]:
-    """The model on every task at every length."""
-    assert loaded.tokenizer is not None
-    return [
-        score
-        for task in config.tasks
-        for score in score_task(
-            loaded.model, loaded.tokenizer, task, config.lengths, name=loaded.name, count=config.examples
-        )
-    ]
-
-
-def _scaled(loaded: LoadedModel, scalings: Sequence[Scaling]) -> Iterator[LoadedModel]:
-    """The model with each scaling, if it has RoPE: NAME+yarn8."""
-    for rule in map(parse_scaling, scalings if uses_rope(loaded.model) else ()):
-        factor = rule.get("factor")
-        name = f"{loaded.name}+{rule['type']}" + (f"{factor:g}" if isinstance(factor, float | int) else "")
-        yield replace(loaded, name=name, model=with_scaling(loaded.model, rule))
+def _size(count: int) -> str:
+    return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"
 
 
 def _check_names(names: Sequence[str]) -> None:
@@ -195,52 +291,3 @@ def _split_name(source: str) -> tuple[str, str]:
     if sign and not Path(source).exists():
         return name, path
     return (Run(source).name if Run.is_run(source) else Path(source).name), source
-
-
-def parse_scaling(scaling: Scaling) -> dict[str, object]:
-    """The mapping that a scaling stands for.
-
-    >>> parse_scaling("yarn:8")
-    {'type': 'yarn', 'factor': 8.0}
-    """
-    if not isinstance(scaling, str):
-        return dict(scaling)
-    kind, _, factor = scaling.partition(":")
-    try:
-        return {"type": kind, "factor": float(factor)}
-    except ValueError:
-        raise ValueError(f"a scaling must be TYPE:FACTOR, such as 'yarn:8', got {scaling!r}") from None
-
-
-def uses_rope(model: PreTrainedModel) -> bool:
-    """Whether positions enter by rotation, so that a scaling means something."""
-    if isinstance(model, LengthwiseForCausalLM):
-        return any(name == "rope" for spec in model.config.schedule for name, _ in spec.parts())
-    return bool(getattr(model.config.get_text_config(), "rope_parameters", None))
-
-
-def with_scaling(model: PreTrainedModel, scaling: Scaling) -> PreTrainedModel:
-    """The same model, sharing its weights, with its angles stretched."""
-    if not uses_rope(model):
-        raise ValueError(f"a scaling stretches RoPE's angles, and {type(model).__name__} has none")
-    rule = parse_scaling(scaling)
-    config: Any = copy.deepcopy(model.config)
-    if isinstance(model, LengthwiseForCausalLM):
-        config.with_options("rope", scaling=rule)
-    else:
-        text = config.get_text_config()
-        parameters = {key: value for key, value in rule.items() if key != "type"}
-        length = text.max_position_embeddings
-        text.rope_parameters = {
-            "rope_theta": text.rope_parameters["rope_theta"],
-            "rope_type": rule["type"],
-            "original_max_position_embeddings": length,
-            **{k: v for k, v in text.rope_parameters.items() if k == "partial_rotary_factor"},
-            **parameters,
-        }
-    config._attn_implementation = model.config._attn_implementation
-    with torch.device(model.device):
-        scaled = type(model)(config)
-    scaled.load_state_dict(model.state_dict(), assign=True)
-    scaled.tie_weights()
-    return scaled.eval()

@@ -6,7 +6,7 @@ that were measured on the same tokens are resampled together: what makes a text 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +33,53 @@ def bootstrap(
 ) -> Interval:
     """The interval of the mean over seeds of each one's ratio of sums, all on the same documents."""
     return _interval(_resampled(seeds, rounds=rounds, seed=seed), confidence)
+
+
+def wilson(successes: int, count: int) -> Interval:
+    """Wilson's 95 % interval of a share.
+
+    >>> low, high = wilson(0, 10)
+    >>> round(low, 3), round(high, 3)
+    (0.0, 0.278)
+    """
+    if not count:
+        return Interval(math.nan, math.nan)
+    share, z = successes / count, 1.96
+    middle, spread = (
+        share + z * z / (2 * count),
+        z * math.sqrt(share * (1 - share) / count + (z / count) ** 2 / 4),
+    )
+    return Interval(*((middle + side * spread) / (1 + z * z / count) for side in (-1, 1)))
+
+
+class Holds(NamedTuple):
+    """The longest length to which a model holds, and where that lies in 95 of 100 resamplings of the documents."""
+
+    length: int
+    low: int
+    high: int
+
+
+def holds_to(
+    by_length: Mapping[int, Sequence[Sums]], *, tolerance: float = 0.02, rounds: int = ROUNDS, seed: int = 0
+) -> Holds:
+    """The longest length up to which no loss is more than `tolerance` above the best at a shorter one.
+
+    All lengths on the same documents, which are resampled together.
+    """
+    lengths = sorted(by_length)
+    values = np.array([[_mean_ratio(by_length[length])] for length in lengths])
+    resampled = np.stack([_resampled(by_length[length], rounds=rounds, seed=seed) for length in lengths])
+    place, places = (_last_held(losses, tolerance) for losses in (values, resampled))
+    low, high = np.quantile(places, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], method="nearest")
+    return Holds(*(lengths[int(index)] for index in (place[0], low, high)))
+
+
+def _last_held(losses: NDArray[np.float64], tolerance: float) -> NDArray[np.int64]:
+    """For each column of losses by length, the last row up to which every one holds."""
+    best = np.minimum.accumulate(losses, axis=0)[:-1]
+    held = np.logical_and.accumulate(losses[1:] <= (1 + tolerance) * best, axis=0)
+    return held.sum(axis=0)
 
 
 def t_interval(values: Sequence[float], *, confidence: float = CONFIDENCE) -> Interval:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from lengthwise.evaluate.losses import Score
-from lengthwise.evaluate.statistics import Interval, bootstrap, paired_difference
+from lengthwise.evaluate.statistics import Holds, Interval, bootstrap, holds_to, paired_difference
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -100,6 +100,16 @@ class LengthTable:
             f"a paired change needs {name!r} on the same tokens at {length:,} and {since:,}; use the protocol fair",
         )
 
+    def holds(self, name: str) -> Holds | None:
+        """To which length a row holds: no loss up to there is more than 2 % above the best at a shorter one.
+
+        None where that cannot be told: with fewer than two lengths, or other tokens at each.
+        """
+        measured = {n: seeds for n in self.lengths if (seeds := self.seeds(name, n))}
+        if len(measured) < 2 or len({score.targets for seeds in measured.values() for score in seeds}) != 1:
+            return None
+        return holds_to({n: [score.sums(self.metric) for score in seeds] for n, seeds in measured.items()})
+
     def _paired(self, first: list[Score], second: list[Score], message: str) -> tuple[float, Interval]:
         """First minus second, or an error with this message where they did not score the same tokens."""
         if not first or not second or len({score.targets for score in (*first, *second)}) != 1:
@@ -178,7 +188,9 @@ class LengthTable:
             for n in self.lengths
             for cell in [self.cell(name, n)]
         ]
-        whole = {"metric": self.metric, "cells": cells, "scores": [score.as_json() for score in self.scores]}
+        holds = {name: held._asdict() for name in self.names if (held := self.holds(name)) is not None}
+        scores = [score.as_json() for score in self.scores]
+        whole = {"metric": self.metric, "cells": cells, "holds": holds, "scores": scores}
         return json.dumps(_finite(whole), indent=1)
 
 

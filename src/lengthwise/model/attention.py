@@ -5,7 +5,7 @@ to add; both are quadratic. Stock kernels want a bias in the queries' own dtype,
 positions: so they get everything in float32.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from lengthwise.attention import attend, checked_call, explain
+from lengthwise.attention import attend, checked_call, explain, merge
 from lengthwise.bias import Bias, at_least_float32
+from lengthwise.encodings.base import Zone
 from lengthwise.token_layout import TokenLayout, Window
 
 # Attention functions are known to all of transformers by name, so a copy in an exported model has its own.
@@ -101,6 +102,58 @@ def run_attention(
     scale = options.pop("scale")
     out, weights = attention(module, *qkv, mask, scaling=scale, dropout=0.0, position_bias=dense, **options)
     return out, None if weights is None else weights.to(query.dtype)
+
+
+def run_zones(
+    attention: Callable[..., Output],
+    implementation: str,
+    module: nn.Module,
+    zones: Sequence[Zone],
+    value: Tensor,
+    *,
+    layout: TokenLayout,
+    window: Window | None,
+    **options: Any,
+) -> Output:
+    """Attention over all zones: one by the function of an implementation, several by ours alone."""
+    if len(zones) == 1:
+        q, k, own = zones[0]
+        options["window"] = window if own is None else own
+        return run_attention(attention, implementation, module, q, k, value, layout=layout, **options)
+    if implementation not in (NAME, "eager"):
+        raise NotImplementedError(
+            f"several bands are merged under attention {NAME!r} or 'eager', got {implementation!r}; a stretched model "
+            "can be captured after lw.unstretch(model)"
+        )
+    weights = implementation == "eager" or options.get("output_attentions", False)
+    return attend_zones(zones, value, layout=layout, weights=weights, **attend_options(options))
+
+
+def attend_zones(
+    zones: Sequence[Zone],
+    value: Tensor,
+    *,
+    layout: TokenLayout,
+    weights: bool = False,
+    sink: Tensor | None = None,
+    **options: Any,
+) -> Output:
+    """What attention gives for each zone, merged; a sink belongs to the first. The weights by the reference."""
+    calls = [
+        (zone.q, zone.k, value, options | {"window": zone.window, "sink": None if number else sink})
+        for number, zone in enumerate(zones)
+    ]
+    if not weights:
+        parts = [attend(q, k, v, layout=layout, return_lse=True, **own) for q, k, v, own in calls]
+        return merge(*parts)[0].transpose(1, 2), None
+    explained = [explain(q, k, v, layout=layout, **own) for q, k, v, own in calls]
+    out, lse = merge(*((part.out, part.lse) for part in explained))
+    every = torch.zeros((), device=value.device)
+    for part in explained:
+        assert part.weights is not None
+        share = (part.lse - lse).exp().masked_fill(part.lse == -torch.inf, 0)
+        every = every + share[..., None] * part.weights
+    return out.transpose(1, 2), every.to(value.dtype)
 
 
 def stock_inputs(

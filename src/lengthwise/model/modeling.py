@@ -27,9 +27,9 @@ from transformers.utils.output_capturing import capture_outputs
 
 from lengthwise.bias import Bias, DenseBias, SumBias
 from lengthwise.encodings import Encoding
-from lengthwise.encodings.base import State
+from lengthwise.encodings.base import State, Zone
 from lengthwise.encodings.registry import build, find
-from lengthwise.model.attention import NAME, eager_attention, run_attention
+from lengthwise.model.attention import NAME, eager_attention, run_zones
 from lengthwise.model.cache import cached_layout, cached_length, fit_windows, remember
 from lengthwise.model.checkpoint_checks import checked_checkpoint, checked_loading
 from lengthwise.model.configuration import LengthwiseConfig
@@ -150,8 +150,12 @@ class LengthwiseAttention(nn.Module):
         if room:
             k, v = k[:, :, : layout.key_count], v[:, :, : layout.key_count]
             state = state and {name: numbers[:, :, : layout.key_count] for name, numbers in state.items()}
+        zones = [Zone(q, k)]
         if rotates and late:
-            q, k = self.turn(encoding, q, k, layout, state)
+            zones = [
+                Zone(*self._normed(zone.q, zone.k, "after"), zone.window)
+                for zone in encoding.zones(q, k, layout, state)
+            ]
         if bias is None:
             bias = encoding.bias(x, layout, state, **own_qk)
         if added is not None:
@@ -169,7 +173,7 @@ class LengthwiseAttention(nn.Module):
         implementation = self.config._attn_implementation
         # By finding this call in the file transformers knows that the implementation can be chosen.
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
-        out, weights = run_attention(attention, implementation, self, q, k, v, layout=layout, **options, **kwargs)
+        out, weights = run_zones(attention, implementation, self, zones, v, layout=layout, **options, **kwargs)
         if room and weights is not None:
             weights = F.pad(weights, (0, room))
         out = self.c_proj(out.to(x.dtype).flatten(2))

@@ -25,11 +25,12 @@ from lengthwise.errors import check_int
 from lengthwise.evaluate import LengthTable, Score
 from lengthwise.evaluate.config import ResolvedEvalConfig
 from lengthwise.evaluate.corpus import Corpus
-from lengthwise.evaluate.run import Corpora, load_for_evaluation, parse_scaling, score_model, score_tasks
+from lengthwise.evaluate.run import Corpora, Measurement, load_for_evaluation
 from lengthwise.evaluate.tasks import TaskScore
 from lengthwise.files import file_hash, write_atomic
 from lengthwise.inspect import position_maps
 from lengthwise.loading import LoadedModel, load_tokenizer_of, resolve_device
+from lengthwise.model.stretch import parse_stretch
 from lengthwise.study.config import StudyConfig
 from lengthwise.study.engine import TRAINED_ELSEWHERE, StudyProgress, parallel_jobs, train_runs
 from lengthwise.study.report import check_paper, write_report
@@ -86,7 +87,7 @@ def run_study(config: StudyConfig) -> str:
                     missing[run.name] = f"could not be measured: {error}"
                 else:
                     scores += run_scores
-                    # Seeds share the row of their encoding; a scaling such as "+yarn8" has its own.
+                    # Seeds share the row of their encoding; a stretched model, "+yarn:8", has its own.
                     rows |= {score.name: run.encoding + score.name.removeprefix(run.name) for score in run_scores}
                     tasks += run_tasks
                     undrawn |= evaluator.draw(run)
@@ -109,8 +110,8 @@ def evaluation_of(config: StudyConfig, run: StudyRun) -> ResolvedEvalConfig:
     resolve(evaluation.text)
     for task in evaluation.tasks:
         find_task(task)
-    for scaling in evaluation.rope:
-        parse_scaling(scaling)
+    for spec in evaluation.stretch:
+        parse_stretch(spec)
     return dataclasses.replace(evaluation, lengths=sorted(set(evaluation.lengths)))
 
 
@@ -131,11 +132,12 @@ class RunEvaluator:
         content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         if content.get("key") != key:
             loaded = self.load(run)
-            scores = score_model(loaded, self.config, self.corpora, scalings=self.config.rope)
+            specs = [parse_stretch(spec) for spec in self.config.stretch]
+            scores, tasks = Measurement(loaded, self.config, self.corpora, specs).run(tasks=False)
             content = {
                 "key": key,
                 "scores": [dataclasses.asdict(score) for score in scores],
-                "tasks": [dataclasses.asdict(score) for score in score_tasks(loaded, self.config)],
+                "tasks": [dataclasses.asdict(score) for score in tasks],
             }
             write_atomic(path, json.dumps(content))
             self.picture(run).unlink(missing_ok=True)
