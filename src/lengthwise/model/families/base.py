@@ -117,6 +117,11 @@ class Family(ABC):
     def capture(self, on_record: OnRecord, selected: Selected) -> AbstractContextManager[None]:
         """Report every call of the selected layers while the context is open; the model is left as it was."""
 
+    @property
+    def causal(self) -> bool:
+        """Whether what `position_bias` gives is for causal attention."""
+        return True
+
     def position_bias(self, layer: int, length: int) -> Bias | None:
         """A layer's bias where positions alone decide it and it can be had without a forward pass."""
         return None

@@ -61,6 +61,11 @@ class LengthwiseFamily(Family):
         assert isinstance(encoding, Encoding)
         return encoding
 
+    @property
+    def causal(self) -> bool:
+        """False for encoders."""
+        return self.model.config.causal
+
     def position_bias(self, layer: int, length: int) -> Bias | None:
         """What a context-free encoding adds; nothing else in a layer may change it."""
         encoding = self.encoding_of(self.layers[layer])
@@ -69,7 +74,7 @@ class LengthwiseFamily(Family):
         if not encoding.context_free or changed:
             return None
         x = torch.zeros(1, length, self.model.config.n_embd, dtype=self.model.dtype, device=self.model.device)
-        return encoding.bias(x, layout(x))
+        return encoding.bias(x, layout(x, causal=self.causal))
 
     @contextmanager
     def capture(self, on_record: OnRecord, selected: Selected) -> Iterator[None]:
@@ -127,7 +132,7 @@ class _Calls:
             out=out.transpose(1, 2),
             scale=call.scale,
             mask=call.visibility.mask,
-            causal=True,
+            causal=own_layout.causal,
             bias=call.bias,
             context_free=encoding.context_free,
             rescore=call.rescore,
@@ -167,7 +172,7 @@ def _rotary(layer: LengthwiseAttention, encoding: Encoding, x: Tensor, own_layou
         q, k, _ = layer.project(x)
         return q, k
 
-    counted = layout(x)
+    counted = layout(x, causal=own_layout.causal)
     return Rotary(unrotated, lambda q, k: layer.turn(encoding, q, k, counted), own_layout.query_mask)
 
 
