@@ -34,6 +34,12 @@ class EvalConfig:
     rope: list[str] = option([], "RoPE scalings such as yarn:8, each a row of its own")  # noqa: RUF009
     tasks: list[str] = option([], "synthetic tasks to score at every length, e.g. copy passkey")  # noqa: RUF009
     examples: int = option(100, "examples of each task, length and depth")
+    retrieval: bool = option(
+        False, "find documents by queries at every length: nDCG@10, recall and MRR, with BM25 beside"
+    )
+    retrieval_set: str = option(
+        "stdlib", "stdlib, or a folder with corpus.jsonl, queries.jsonl and qrels/test.tsv as BEIR's"
+    )
 
     def resolved(
         self, *, lengths: list[int] | None = None, text: str = "stdlib", windows: int = 256

@@ -20,6 +20,7 @@ from lengthwise.encodings.registry import is_encoding
 from lengthwise.evaluate.config import EvalConfig, ResolvedEvalConfig
 from lengthwise.evaluate.corpus import Corpus, read_corpus
 from lengthwise.evaluate.losses import Score, score_lengths
+from lengthwise.evaluate.masked import score_masked_lengths
 from lengthwise.evaluate.table import LengthTable, aligned, length_figure, position_figure
 from lengthwise.evaluate.tasks import TaskScore, score_task, task_rows
 from lengthwise.files import write_atomic
@@ -78,8 +79,7 @@ def evaluate_models(
 ) -> Evaluation:
     """Load, measure and compare runs, checkpoint folders and names on the hub; NAME=SOURCE gives one a name."""
     resolved = config.resolved()
-    named = [_split_name(source) for source in sources]
-    _check_names([name for name, _ in named])
+    named = split_names(sources)
     for task in resolved.tasks:
         find_task(task)
     scalings = [parse_scaling(scaling) for scaling in resolved.rope]
@@ -109,9 +109,18 @@ def load_for_evaluation(
         raise LoadError(
             f"{expected}, got {type(loaded.model).__name__}, which has no head that predicts the next token"
         )
+    if is_masked_model(loaded.model):
+        if loaded.tokenizer.mask_token_id is None:
+            raise LoadError(f"masked tokens need a mask token, got the tokenizer of {str(source)!r} without one")
+        return loaded
     if not isinstance(loaded.model, LengthwiseForCausalLM) and not _is_causal(loaded):
         raise LoadError(f"{expected}, got {type(loaded.model).__name__}, which sees tokens before it predicts them")
     return loaded
+
+
+def is_masked_model(model: PreTrainedModel) -> bool:
+    """Whether it predicts masked tokens."""
+    return type(model).__name__.endswith("ForMaskedLM")
 
 
 @torch.no_grad()
@@ -145,6 +154,16 @@ def score_model(
     """The model at every length, and again under every scaling of its RoPE."""
     assert loaded.tokenizer is not None
     corpus = corpora.read(loaded.tokenizer)
+    if loaded.tokenizer.mask_token_id is not None and is_masked_model(loaded.model):
+        return score_masked_lengths(
+            loaded.model,
+            corpus,
+            config.lengths,
+            mask=loaded.tokenizer.mask_token_id,
+            name=loaded.name,
+            tokenizer=loaded.vocabulary,
+            windows=config.windows,
+        )
     return [
         score
         for variant in [loaded, *_scaled(loaded, scalings)]
@@ -165,6 +184,8 @@ def score_model(
 def score_tasks(loaded: LoadedModel, config: ResolvedEvalConfig) -> list[TaskScore]:
     """The model on every task at every length."""
     assert loaded.tokenizer is not None
+    if config.tasks and is_masked_model(loaded.model):
+        raise LoadError(f"tasks are for models that predict the next token, got {loaded.name}, an encoder")
     return [
         score
         for task in config.tasks
@@ -180,6 +201,13 @@ def _scaled(loaded: LoadedModel, scalings: Sequence[Scaling]) -> Iterator[Loaded
         factor = rule.get("factor")
         name = f"{loaded.name}+{rule['type']}" + (f"{factor:g}" if isinstance(factor, float | int) else "")
         yield replace(loaded, name=name, model=with_scaling(loaded.model, rule))
+
+
+def split_names(sources: Sequence[str]) -> list[tuple[str, str]]:
+    """The name of each model and its source, from NAME=SOURCE or the source alone; an error if names are alike."""
+    named = [_split_name(source) for source in sources]
+    _check_names([name for name, _ in named])
+    return named
 
 
 def _check_names(names: Sequence[str]) -> None:
