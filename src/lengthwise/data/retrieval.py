@@ -114,14 +114,17 @@ class _Part:
 
 def retrieval_set(name: str, split: Split = "held-out") -> RetrievalSet:
     """The set of that name; the split is for "stdlib"."""
-    if name == "stdlib":
-        return _stdlib_set(split)
-    if (Path(name) / "corpus.jsonl").is_file():
-        return _folder_set(Path(name))
-    raise RetrievalError(
-        f"a set to retrieve from must be 'stdlib' or a folder with corpus.jsonl, queries.jsonl and qrels/test.tsv, got "
-        f"{name!r}"
-    )
+    check_set(name)
+    return _stdlib_set(split) if name == "stdlib" else _folder_set(Path(name))
+
+
+def check_set(name: str) -> None:
+    """An error unless there is a set of that name."""
+    if name != "stdlib" and not (Path(name) / "corpus.jsonl").is_file():
+        raise RetrievalError(
+            "a set to retrieve from must be 'stdlib' or a folder with corpus.jsonl, queries.jsonl and qrels/test.tsv, "
+            f"got {name!r}"
+        )
 
 
 def training_pairs(name: str, split: Split = "train") -> list[Pair]:

@@ -68,3 +68,5 @@ class ResolvedEvalConfig(EvalConfig):
                 check_int(name, getattr(self, name))
         for length in self.lengths:
             check_int("length", length)
+        if self.retrieval_set != "stdlib" and not self.retrieval:
+            raise ValueError(f"--retrieval-set must be with --retrieval, got {self.retrieval_set!r} alone")
