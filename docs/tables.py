@@ -7,11 +7,12 @@ from pathlib import Path
 from results import stored_results
 
 from lengthwise.encodings import ENCODINGS
-from lengthwise.encodings.catalogue import grouped, overview, page
+from lengthwise.encodings.catalogue import grouped, overview, page, two_sided_table
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 CATALOGUE = ROOT / "docs/encodings.md"
+ENCODERS = ROOT / "docs/encoders.md"
 MEASURED = ROOT / "benchmarks/results/attention-full.jsonl"
 LENGTHS = (1024, 4096, 16384)
 WORDS = {
@@ -155,6 +156,7 @@ def _one(rows: list[dict], wanted: dict) -> dict | None:
 if __name__ == "__main__":
     text = filled(README.read_text(), "encodings", overview())
     CATALOGUE.write_text(catalogue())
+    ENCODERS.write_text(filled(ENCODERS.read_text(), "two-sided", two_sided_table()))
     if MEASURED.exists():
         text = filled(text, "measured", measured(rows_of()))
     files = {what: ROOT / f"benchmarks/results/model-{what}.jsonl" for what in MODEL}

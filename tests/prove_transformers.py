@@ -1,8 +1,8 @@
 """transformers' own common model tests, run over our model.
 
-Run by test_model_transformers.py, or by hand: `python tests/prove_transformers.py kerple`. No file of theirs is in this
-repository: they come with the source distribution of the installed version, which pip downloads once. It has no tests
-of `generate`; name the `tests` folder of a checkout in LENGTHWISE_TRANSFORMERS_TESTS to run those too.
+Run by test_model_transformers.py, or by hand: `python tests/prove_transformers.py kerple encoder`. No file of theirs is
+in this repository: they come with the source distribution of the installed version, which pip downloads once. It has no
+tests of `generate`; name the `tests` folder of a checkout in LENGTHWISE_TRANSFORMERS_TESTS to run those too.
 """
 
 import importlib
@@ -20,7 +20,15 @@ import torch
 import transformers
 from transformers.models.auto import modeling_auto
 
-from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM, LengthwiseModel
+from lengthwise.model import (
+    LengthwiseConfig,
+    LengthwiseEncoder,
+    LengthwiseEncoderConfig,
+    LengthwiseForCausalLM,
+    LengthwiseForMaskedLM,
+    LengthwiseForSequenceClassification,
+    LengthwiseModel,
+)
 
 EXCEPTIONS = {
     "test_sdpa_can_dispatch_non_composite_models": "it expects sdpa where none is asked for; ours is the default then",
@@ -91,19 +99,29 @@ def _package(name: str, path: list[str]) -> None:
     sys.modules[name].__path__ = path
 
 
+KINDS = {
+    "causal": (LengthwiseConfig, (LengthwiseModel, LengthwiseForCausalLM)),
+    "encoder": (
+        LengthwiseEncoderConfig,
+        (LengthwiseEncoder, LengthwiseForMaskedLM, LengthwiseForSequenceClassification),
+    ),
+}
+"""Configs and classes by the kind of model."""
+
+
 class Sizes:
     """What their tests call a model tester: a small config and inputs."""
 
-    base_model_class = LengthwiseModel
     is_training = True
     batch_size, seq_length, vocab_size = 13, 7, 99
     hidden_size, num_hidden_layers, num_attention_heads = 32, 2, 4
 
-    def __init__(self, encoding: str) -> None:
-        self.encoding = encoding
+    def __init__(self, encoding: str, config_class: type[LengthwiseConfig]) -> None:
+        self.encoding, self.config_class = encoding, config_class
+        self.base_model_class = LengthwiseModel if config_class.causal else LengthwiseEncoder
 
     def get_config(self) -> LengthwiseConfig:
-        return LengthwiseConfig(
+        return self.config_class(
             vocab_size=self.vocab_size,
             n_positions=512,
             n_embd=self.hidden_size,
@@ -121,26 +139,31 @@ class Sizes:
         return self.get_config(), {"input_ids": ids, "attention_mask": torch.ones_like(ids).tril()}
 
 
-def make_case(encoding: str) -> type[unittest.TestCase]:
+def make_case(encoding: str, kind: str) -> type[unittest.TestCase]:
     """Their tests, with what they ask of every model's own test class."""
     common = load("test_modeling_common")
     # By these their tests know which model has a head and takes labels.
     modeling_auto.MODEL_MAPPING_NAMES["lengthwise"] = "LengthwiseModel"
     modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["lengthwise"] = "LengthwiseForCausalLM"
+    modeling_auto.MODEL_MAPPING_NAMES["lengthwise_encoder"] = "LengthwiseEncoder"
+    modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES["lengthwise_encoder"] = "LengthwiseForMaskedLM"
+    classifier = LengthwiseForSequenceClassification.__name__
+    modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES["lengthwise_encoder"] = classifier
+    config_class, classes = KINDS[kind]
 
     class CommonTest(common.ModelTesterMixin, common.GenerationTesterMixin, unittest.TestCase):
-        all_model_classes = (LengthwiseModel, LengthwiseForCausalLM)
+        all_model_classes = classes
         test_can_init_all_missing_weights_before_2023 = True
 
         def setUp(self) -> None:
             super().setUp()
             if self._testMethodName in EXCEPTIONS:
                 self.skipTest(f"excepted: {EXCEPTIONS[self._testMethodName]}")
-            self.model_tester = Sizes(encoding)
+            self.model_tester = Sizes(encoding, config_class)
 
         def test_config(self) -> None:
             config = {"encoding": encoding, "n_embd": 32, "n_head": 4}
-            load("test_configuration_common").ConfigTester(self, LengthwiseConfig, **config).run_common_tests()
+            load("test_configuration_common").ConfigTester(self, config_class, **config).run_common_tests()
 
     return CommonTest
 
@@ -173,12 +196,12 @@ class Report(unittest.TestResult):
             self.addFailure(test, err)
 
 
-def main(encoding: str) -> None:
+def main(encoding: str, kind: str = "causal") -> None:
     report = Report()
-    unittest.defaultTestLoader.loadTestsFromTestCase(make_case(encoding)).run(report)
+    unittest.defaultTestLoader.loadTestsFromTestCase(make_case(encoding, kind)).run(report)
     for name, outcome in report.outcomes.items():
         print(json.dumps([name, outcome]))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

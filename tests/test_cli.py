@@ -161,11 +161,14 @@ NONSENSE = {
         **{"--config": "/dev/null/x", "--out": "/dev/null/x", "--encoding": "x", "--preset": "x", "--data": "x"},
         **{"--held-out": "x", "--tokenizer": "x", "--device": "x", "--positions": "x", "--start-from": "cabel"},
     },
-    "evaluate": {"--text": "x", "--stretch": "x", "--tasks": "x", "--device": "x", "--out": "/dev/null/x"},
+    "evaluate": {
+        **{"--text": "x", "--stretch": "x", "--tasks": "x", "--device": "x", "--out": "/dev/null/x"},
+        "--retrieval-set": "x",
+    },
     "study": {
         **{"--config": "/dev/null/x", "--out": "/dev/null/x", "--encodings": "x", "--paper": "x", "--preset": "x"},
         **{"--stretch": "x", "--tasks": "x", "--data": "x", "--tokenizer": "x", "--device": "x", "--text": "x"},
-        "--positions": "x",
+        **{"--positions": "x", "--retrieval-set": "x"},
     },
 }
 ANYTHING = {"study": {"--title"}}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import lengthwise as lw
-from lengthwise.encodings.catalogue import grouped, overview, page
+from lengthwise.encodings.catalogue import grouped, overview, page, two_sided_table
 from lengthwise.testing import check_laws
 
 ROOT = Path(__file__).parents[1]
@@ -209,6 +209,7 @@ def test_the_readme_shows_the_table_that_the_command_prints():
     pages = (ROOT / "docs/encodings.md").read_text()
     assert grouped() in pages, "run `make table`"
     assert all(page(name) in pages for name in lw.ENCODINGS), "run `make table`"
+    assert two_sided_table() in (ROOT / "docs/encoders.md").read_text(), "run `make table`"
 
 
 def test_a_newcomer_who_follows_contributing_gets_an_encoding_that_obeys_all_laws(tmp_path):

@@ -12,10 +12,11 @@ FILE = Path(__file__).parent / "prove_transformers.py"
 
 
 @pytest.mark.prove
+@pytest.mark.parametrize("kind", ["causal", "encoder"])
 @pytest.mark.parametrize("encoding", ["cable", "rope", "kerple", "learned", "dapev2", "fire"])
-def test_the_common_tests_of_the_installed_transformers_pass(encoding, subtests):
+def test_the_common_tests_of_the_installed_transformers_pass(encoding, kind, subtests):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(FILE), encoding], capture_output=True, text=True, env=environment)
+    done = subprocess.run([sys.executable, str(FILE), encoding, kind], capture_output=True, text=True, env=environment)
     if "NoSourceError" in done.stderr:
         pytest.skip(f"transformers' own tests are not at hand: {done.stderr.strip().splitlines()[-1]}")
     assert done.returncode == 0, done.stderr[-3000:]

@@ -33,7 +33,7 @@ from lengthwise.study.execute import (
 )
 from lengthwise.study.report import paper_rows, paper_tables
 from lengthwise.study.results import JudgedHypothesis, TrainingOutcome
-from lengthwise.study.runs import missing_commands, study_runs
+from lengthwise.study.runs import contrastive_runs, missing_commands, study_runs
 from lengthwise.train import TrainConfig, train
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs/studies").glob("*.yaml"))
@@ -385,17 +385,24 @@ def test_the_papers_studies_parse_and_plan(path):
     config = StudyConfig.from_options(**options)
     planned = study_runs(config)
     assert len(planned) == len(config.encodings) * len(config.seeds)
-    if config.paper is not None:
+    if config.paper in paper_tables()["tables"]:
         assert planned[0].resolved.length == 1024
         assert config.evaluation.lengths == paper_tables()["lengths"]
+    elif config.paper is not None:
+        assert planned[0].resolved.length == 512
+        assert config.evaluation.lengths == paper_tables()["retrieval"]["lengths"]
+        assert len(contrastive_runs(config, planned)) == len(planned)
     for name, value in yaml.safe_load(path.read_text()).items():
         assert value in [getattr(part, name, None) for part in (config, config.training, config.evaluation)]
 
 
 def test_every_table_of_the_paper_has_a_study():
     tables = paper_tables()["tables"]
-    assert {path.stem for path in CONFIGS} == {*tables, "full-stdlib", "full-wikipedia", "figures", "figures-dapev2"}
-    assert {yaml.safe_load(path.read_text()).get("paper") for path in CONFIGS} == {*tables, None}
+    assert {path.stem for path in CONFIGS} == {
+        *tables,
+        *("full-stdlib", "full-wikipedia", "figures", "figures-dapev2", "encoders", "mldr-en"),
+    }
+    assert {yaml.safe_load(path.read_text()).get("paper") for path in CONFIGS} == {*tables, "mldr-en", None}
     assert tables["fineweb-edu-medium"]["cable"] == [17.00, 16.52, 15.97, 15.34, 15.41, 15.41]
     assert tables["wikitext-103-tiny"]["rope"] == [23.66, 22.26, 41.40, 114.77, 220.56, 375.62]
 

@@ -187,7 +187,7 @@ def test_the_papers_runs_are_parsed_and_planned(path, capsys):
     main(["train", "--config", str(path), "--encoding", "none", "--dry-run"])
     said = capsys.readouterr().out
     size = path.stem.removesuffix("-512").split("-")[-1]
-    parameters = {"tiny": "44,670,976", "small": "123,689,472", "medium": "353,822,720"}[size]
+    parameters = {"tiny": "44,670,976", "small": "123,689,472", "medium": "353,822,720", "base": "123,689,472"}[size]
     assert f"model     {size} with none: {parameters} parameters, 0 of them the encoding's" in said
     steps = {"tiny": 9150, "small": 4575, "medium": 2745}[size] if "wikitext" in path.stem else 19_073
     assert f"in {steps:,} steps" in said

@@ -121,10 +121,12 @@ def export_parser() -> OptionParser:
 def export(source: str, out: str) -> str:
     """A flat folder with weights and code."""
     from lengthwise.loading import resolve_checkpoint
-    from lengthwise.model.export import export
+    from lengthwise.model.export import class_of, export
 
-    folder = export(resolve_checkpoint(source), out)
-    return f"{folder} loads with AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)"
+    checkpoint = resolve_checkpoint(source)
+    folder = export(checkpoint, out)
+    loader = class_of(checkpoint).__name__.replace("Lengthwise", "AutoModel")
+    return f"{folder} loads with {loader}.from_pretrained(..., trust_remote_code=True)"
 
 
 def show_parser() -> OptionParser:
@@ -266,10 +268,13 @@ def evaluate_parser() -> OptionParser:
 
 def evaluate(sources: list[str], device: str, trust_remote_code: bool, out: str | None, **options: Any) -> str:
     """The table, and the files that were written."""
+    from lengthwise.evaluate.retrieval import evaluate_retrieval
     from lengthwise.evaluate.run import evaluate_models
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    result = evaluate_models(sources, EvalConfig(**options), device=device, trust_remote_code=trust_remote_code)
+    config = EvalConfig(**options)
+    measure: Callable[..., Any] = evaluate_retrieval if config.retrieval else evaluate_models
+    result = measure(sources, config, device=device, trust_remote_code=trust_remote_code)
     written = result.write(Path(out)) if out is not None else []
     return "\n".join([result.text(), *(f"wrote {path}" for path in written)])
 
@@ -305,7 +310,7 @@ COMMANDS = {
     "show": Command("a picture or a page of the positional part of every head", show_parser, show),
     "serve": Command("the interactive page over runs and checkpoints", serve_parser, serve),
     "train": Command("train one model; the same command under torchrun", train_parser, train),
-    "evaluate": Command("perplexity against length, and tasks", evaluate_parser, evaluate),
+    "evaluate": Command("perplexity against length, tasks, and retrieval", evaluate_parser, evaluate),
     "study": Command("train, measure and compare several encodings: one report", study_parser, study),
 }
 

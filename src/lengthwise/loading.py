@@ -23,6 +23,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -189,9 +190,8 @@ def _from_pretrained(
         if marked_config(checkpoint) is not None:
             return load_fitted(checkpoint, dtype=dtype), _tokenizer(checkpoint, trust_remote_code=trust_remote_code)
         config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
-        model = _class_for(config).from_pretrained(
-            checkpoint, config=config, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True
-        )
+        options = {"config": config, "dtype": dtype, "trust_remote_code": trust_remote_code, "use_safetensors": True}
+        model = _with_its_head(_class_for(config), checkpoint, options)
         return model, _tokenizer(checkpoint, trust_remote_code=trust_remote_code)
     except OptionError as error:
         raise OptionError(f"{checkpoint!r} cannot be loaded: {error}") from error
@@ -209,10 +209,20 @@ def _on(device: torch.device, model: Any) -> PreTrainedModel:
     return moved
 
 
+def _with_its_head(loader: Any, checkpoint: str, options: dict[str, Any]) -> Any:
+    """The model; without a head for masked tokens where only its name was saved, as sentence encoders do."""
+    if loader is not AutoModelForMaskedLM or isinstance(options["config"], LengthwiseConfig):
+        return loader.from_pretrained(checkpoint, **options)
+    model, info = loader.from_pretrained(checkpoint, **options, output_loading_info=True)
+    return AutoModel.from_pretrained(checkpoint, **options) if info["missing_keys"] else model
+
+
 def _class_for(config: Any) -> Any:
     """The class that loads a checkpoint with the head that it was trained with, if it has a head for text."""
     if config.is_encoder_decoder:
         return AutoModelForSeq2SeqLM
+    if any(name.endswith("ForMaskedLM") for name in config.architectures or ()):
+        return AutoModelForMaskedLM
     remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     return AutoModelForCausalLM if remote or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
 

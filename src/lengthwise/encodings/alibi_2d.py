@@ -21,6 +21,7 @@ class Alibi2d(Encoding):
 
     paper = "Fuller et al. 2023, arXiv 2311.00566"
     kind = FunctionBias
+    symmetric = True
     context_free = True
 
     def __init__(self, shape: AttentionShape, *, columns: int | None = None) -> None:

@@ -34,6 +34,7 @@ class Bam(Encoding):
         self.log_scale, self.sinh_location = (
             nn.Parameter(torch.empty(shape.heads)) if learned == "all" else None for _ in range(2)
         )
+        self.symmetric = learned == "shape"  # a location moves the middle to one side
         self._tables = TableCache()
         self.reset_parameters()
 

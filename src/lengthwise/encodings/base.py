@@ -77,6 +77,8 @@ class Encoding(nn.Module):
     """The kind of bias it describes at its training length, if any."""
     two_sided: ClassVar[bool] = True
     """Whether it is defined without causality."""
+    symmetric: bool = False
+    """Whether its two-sided form treats left and right alike: a mirrored text gives mirrored outputs."""
     context_free: bool = False
     """Whether its bias comes from positions alone: then layers that share it need to build it only once."""
     length_dependent: bool = False

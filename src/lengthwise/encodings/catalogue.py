@@ -6,6 +6,7 @@ Everything is read from the classes and their files: a new encoding appears in i
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import get_type_hints
 
 from lengthwise.bias import DenseBias, FunctionBias
@@ -95,7 +96,7 @@ def page(name: str) -> str:
         ("bias", encoding.kind.__name__ if encoding.kind else "none"),
         ("cost", _cost(cls)),
         ("learned", f"{encoding.learned_parameters:,} numbers a layer in the shape of GPT-2 Small"),
-        ("two-sided", "yes" if cls.two_sided else "no, causal attention only"),
+        ("two-sided", two_sided_form(name)),
         ("window", _window(cls)),
         ("limit", f"{encoding.limit:,} tokens, the training length" if encoding.limit else "none"),
         ("paper", cls.paper),
@@ -116,6 +117,24 @@ def page(name: str) -> str:
             f"{'options'.ljust(width)}  {_options(cls) or 'none'}",
         ]
     )
+
+
+def two_sided_form(name: str) -> str:
+    """What an encoding is without causality, in a few words."""
+    cls = find(name)
+    if not cls.two_sided:
+        return "no, causal attention only"
+    symmetric = cls(replace(GPT2_SMALL, causal=False)).symmetric
+    return "yes, left and right alike" if symmetric else "yes, tells left from right"
+
+
+def two_sided_table() -> str:
+    """All encodings by what their two-sided form does, a row each way."""
+    forms: dict[str, list[str]] = {}
+    for name in ENCODINGS:
+        forms.setdefault(two_sided_form(name).removeprefix("yes, "), []).append(f"`{name}`")
+    rows = [("two-sided", "encodings"), ("---", "---"), *((form, ", ".join(names)) for form, names in forms.items())]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def _options(cls: type[Encoding]) -> str:

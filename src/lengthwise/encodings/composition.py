@@ -42,6 +42,7 @@ class Composition(Encoding):
         self.kind = SumBias if len(biased) > 1 else biased[0].kind if biased else None
         self.context_free = bool(biased) and all(part.context_free for part in biased)
         self.length_dependent = any(part.length_dependent for part in own.values())
+        self.symmetric = all(part.symmetric for part in own.values())
 
     @classmethod
     def from_options(cls, name: str, shape: AttentionShape, options: Mapping[str, object]) -> Encoding:

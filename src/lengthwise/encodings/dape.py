@@ -53,6 +53,7 @@ class Dape(ScoreNetwork):
     """A network that sees one query and key at a time, across the heads."""
 
     paper = "Zheng et al. 2024, arXiv 2405.14722"
+    symmetric = True
     kernel = (1, 1)
 
 

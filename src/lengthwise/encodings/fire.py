@@ -36,6 +36,7 @@ class Fire(Encoding):
 
     paper = "Li et al. 2023, arXiv 2310.04418"
     kind = DistanceBias
+    symmetric = True
     context_free = True
 
     def __init__(self, shape: AttentionShape, *, hidden: int = 32, threshold: float = 512.0) -> None:

@@ -26,6 +26,7 @@ class GrapeA(Encoding):
 
     paper = PAPER
     kind = FunctionBias
+    symmetric = True
     uses_qk = ("state", "bias")
     tables = ("query_vector", "key_vector")
 

@@ -30,6 +30,7 @@ class _Kernel(Encoding):
 
     paper = "Chi et al. 2022, arXiv 2205.09921"
     kind = DistanceBias
+    symmetric = True
     context_free = True
     tile_function: ClassVar[Callable[..., Tensor]]
 

@@ -21,6 +21,7 @@ class Sandwich(Encoding):
 
     paper = "Chi et al. 2023, arXiv 2212.10356"
     kind = DistanceBias
+    symmetric = True
     context_free = True
 
     def __init__(self, shape: AttentionShape, *, dim: int = 128) -> None:

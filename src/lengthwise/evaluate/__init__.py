@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from lengthwise.evaluate.config import PROTOCOLS, EvalConfig, Protocol
     from lengthwise.evaluate.corpus import Corpus, read_corpus
     from lengthwise.evaluate.losses import Score, score_lengths
+    from lengthwise.evaluate.retrieval import RetrievalTable, evaluate_retrieval
     from lengthwise.evaluate.run import Evaluation, evaluate_models
     from lengthwise.evaluate.statistics import Interval, bootstrap, paired_difference
     from lengthwise.evaluate.table import LengthTable
@@ -19,9 +20,11 @@ _HOMES = {
     "Interval": "statistics",
     "LengthTable": "table",
     "Protocol": "config",
+    "RetrievalTable": "retrieval",
     "Score": "losses",
     "bootstrap": "statistics",
     "evaluate_models": "run",
+    "evaluate_retrieval": "retrieval",
     "paired_difference": "statistics",
     "read_corpus": "corpus",
     "score_lengths": "losses",
@@ -36,9 +39,11 @@ __all__ = [
     "Interval",
     "LengthTable",
     "Protocol",
+    "RetrievalTable",
     "Score",
     "bootstrap",
     "evaluate_models",
+    "evaluate_retrieval",
     "paired_difference",
     "read_corpus",
     "score_lengths",

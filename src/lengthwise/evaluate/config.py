@@ -41,6 +41,12 @@ class EvalConfig:
         [], "synthetic tasks to score at every length, e.g. copy; with --stretch passkey and recall"
     )
     examples: int | None = option(None, "examples of each task, length and depth; 100, or with --stretch 10")
+    retrieval: bool = option(
+        False, "find documents by queries at every length: nDCG@10, recall and MRR, with BM25 beside"
+    )
+    retrieval_set: str = option(
+        "stdlib", "stdlib, or a folder with corpus.jsonl, queries.jsonl and qrels/test.tsv as BEIR's"
+    )
 
     def resolved(
         self, *, lengths: list[int] | None = None, text: str = "stdlib", windows: int = 256
@@ -77,3 +83,5 @@ class ResolvedEvalConfig(EvalConfig):
                 check_int(name, getattr(self, name))
         for length in self.lengths:
             check_int("length", length)
+        if self.retrieval_set != "stdlib" and not self.retrieval:
+            raise ValueError(f"--retrieval-set must be with --retrieval, got {self.retrieval_set!r} alone")

@@ -371,7 +371,7 @@ def bytes_needed(model: PreTrainedModel, *, length: int, scored: int, batch: int
 
 def fitting_chunk(model: PreTrainedModel, *, length: int, scored: int) -> int | None:
     """None where a window fits in half of the memory whole, else the largest chunk that does; an error if none."""
-    budget = _memory(model) // 2
+    budget = memory_of(model) // 2
     need = bytes_needed(model, length=length, scored=scored)
     if need <= budget:
         return None
@@ -387,7 +387,8 @@ def fitting_chunk(model: PreTrainedModel, *, length: int, scored: int) -> int | 
     )
 
 
-def _memory(model: PreTrainedModel) -> int:
+def memory_of(model: PreTrainedModel) -> int:
+    """The bytes of memory where the model is."""
     if model.device.type == "cuda":
         return int(torch.cuda.get_device_properties(model.device).total_memory)
     return total_bytes() or sys.maxsize

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lengthwise.data import documents
 from lengthwise.encodings.registry import is_encoding
 from lengthwise.evaluate.config import EvalConfig, ResolvedEvalConfig
 from lengthwise.evaluate.corpus import Corpus, read_corpus
 from lengthwise.evaluate.losses import LengthPlan, Score, plan_lengths, score_plans
+from lengthwise.evaluate.masked import score_masked_lengths
 from lengthwise.evaluate.progress import Progress
 from lengthwise.evaluate.table import LengthTable, aligned, format_value, length_figure, markdown, position_figure
 from lengthwise.evaluate.tasks import TaskScore, depth_figure, score_task, task_rows, task_share, task_work
@@ -132,8 +133,7 @@ def evaluate_models(
 ) -> Evaluation:
     """Load, measure and compare runs, checkpoint folders and names on the hub; NAME=SOURCE gives one a name."""
     resolved = config.resolved()
-    named = [_split_name(source) for source in sources]
-    _check_names([name for name, _ in named])
+    named = split_names(sources)
     for task in resolved.tasks:
         find_task(task)
     specs = [parse_stretch(spec) for spec in resolved.stretch]
@@ -169,9 +169,18 @@ def load_for_evaluation(
         raise LoadError(
             f"{expected}, got {type(loaded.model).__name__}, which has no head that predicts the next token"
         )
+    if is_masked_model(loaded.model):
+        if loaded.tokenizer.mask_token_id is None:
+            raise LoadError(f"masked tokens need a mask token, got the tokenizer of {str(source)!r} without one")
+        return loaded
     if not isinstance(loaded.model, LengthwiseForCausalLM) and not _is_causal(loaded):
         raise LoadError(f"{expected}, got {type(loaded.model).__name__}, which sees tokens before it predicts them")
     return loaded
+
+
+def is_masked_model(model: PreTrainedModel) -> bool:
+    """Whether it predicts masked tokens."""
+    return type(model).__name__.endswith("ForMaskedLM")
 
 
 @torch.no_grad()
@@ -208,14 +217,17 @@ class Measurement:
         assert loaded.tokenizer is not None
         self.loaded, self.config, self.tokenizer = loaded, config, loaded.tokenizer
         self.corpus = corpora.read(self.tokenizer)
+        self.masked = is_masked_model(loaded.model)
+        if self.masked and config.tasks:
+            raise LoadError(f"tasks are for models that predict the next token, got {loaded.name}, an encoder")
         self.variants: dict[str, StretchSpec | None] = {loaded.name: None}
         self.variants |= {f"{loaded.name}+{spec.label}": spec for spec in self._ways(specs)}
         self.lengths = self._lengths()
-        self.plans = {name: self._plans(spec) for name, spec in self.variants.items()}
+        self.plans = {} if self.masked else {name: self._plans(spec) for name, spec in self.variants.items()}
 
     def _ways(self, specs: Sequence[StretchSpec]) -> list[StretchSpec]:
         """The control and what was given, if the model has RoPE."""
-        if not specs or not has_rope(self.loaded.model):
+        if not specs or self.masked or not has_rope(self.loaded.model):
             return []
         control = parse_stretch(f"{CONTROL}:{trained_length(self.loaded.model)}")
         return [control, *(spec for spec in specs if spec.label not in (CONTROL, control.label))]
@@ -243,6 +255,8 @@ class Measurement:
         """How much the longest length will take, in words."""
         model = self.loaded.model
         weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+        if self.masked:
+            return f"memory of {self.loaded.name}: {_size(weights)} of weights"
         plans = [plan for plans in self.plans.values() for plan in plans if plan.refused is None]
         most = max(plans, key=lambda plan: plan.bytes, default=None)
         need = "nothing can be computed" if most is None else f"{_size(most.bytes)} at {most.length:,} tokens"
@@ -251,6 +265,8 @@ class Measurement:
     def run(self, *, tasks: bool = True) -> tuple[list[Score], list[TaskScore]]:
         """All scores; without tasks where they are not wanted of every variant."""
         model, config = self.loaded.model, self.config
+        if self.masked:
+            return self._masked_scores(), []
         wanted = {name: config.tasks if tasks or spec is None else [] for name, spec in self.variants.items()}
         total = sum(plan.work for plans in self.plans.values() for plan in plans)
         total += sum(task_work(own, self.lengths, config.examples) for own in wanted.values())
@@ -273,9 +289,28 @@ class Measurement:
                         )
         return scores, task_scores
 
+    def _masked_scores(self) -> list[Score]:
+        assert self.tokenizer.mask_token_id is not None
+        return score_masked_lengths(
+            self.loaded.model,
+            self.corpus,
+            self.lengths,
+            mask=self.tokenizer.mask_token_id,
+            name=self.loaded.name,
+            tokenizer=self.loaded.vocabulary,
+            windows=self.config.windows,
+        )
+
 
 def _size(count: int) -> str:
     return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"
+
+
+def split_names(sources: Sequence[str]) -> list[tuple[str, str]]:
+    """The name of each model and its source, from NAME=SOURCE or the source alone; an error if names are alike."""
+    named = [_split_name(source) for source in sources]
+    _check_names([name for name, _ in named])
+    return named
 
 
 def _check_names(names: Sequence[str]) -> None:

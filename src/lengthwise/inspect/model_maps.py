@@ -167,7 +167,7 @@ def _known_biases(family: Family, layers: list[int], length: int) -> list[LayerM
     for layer in layers:
         with torch.inference_mode(False), torch.no_grad():
             bias = family.position_bias(layer, length)
-            single = None if bias is None else bias_map(bias, layer, causal=True)
+            single = None if bias is None else bias_map(bias, layer, causal=family.causal)
         if single is None:
             return None
         maps.append(single)

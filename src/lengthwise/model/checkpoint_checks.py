@@ -13,12 +13,20 @@ MUST_AGREE = (
     *("scale", "softcap", "qk_norm", "qk_norm_place"),
 )
 """What weights mean depends on these, and no shape tells: GPT-2's have the same shapes with any number of heads."""
-HEAD = "lm_head."
+HEADS = ("lm_head.", "score.")
 """Weights that a checkpoint of the model without its head does not have, unless they are those of the embedding."""
 
 
-def checked_checkpoint(name: Any, kwargs: dict[str, Any]) -> None:
-    """An error unless the checkpoint is one of ours, of the asked heads and encoding, and in safetensors.
+_ADVICE = {
+    "gpt2": "For a GPT-2 use lengthwise.model.convert_gpt2.",
+    "lengthwise": "A causal model loads as LengthwiseForCausalLM.",
+    "lengthwise_encoder": "An encoder loads as LengthwiseForMaskedLM or LengthwiseEncoder.",
+}
+"""Which class takes checkpoints of another type."""
+
+
+def checked_checkpoint(name: Any, kwargs: dict[str, Any], config_class: type[PreTrainedConfig]) -> None:
+    """An error unless the checkpoint has such a config, of the asked heads and encoding, and is in safetensors.
 
     Weights that come as a state_dict, without a checkpoint, are the caller's own.
     """
@@ -29,10 +37,10 @@ def checked_checkpoint(name: Any, kwargs: dict[str, Any]) -> None:
     stored, _ = PreTrainedConfig.get_config_dict(name, **_where(kwargs))
     if (renamed := renamed_weights(stored)) is not None:
         kwargs["key_mapping"] = renamed
-    if stored.get("model_type") != LengthwiseConfig.model_type:
+    if stored.get("model_type") != config_class.model_type:
         raise ValueError(
-            f"{name} must be a Lengthwise model; its config says {stored.get('model_type')!r}. "
-            "For a GPT-2 use lengthwise.model.convert_gpt2."
+            f"{name} must be a Lengthwise model of type {config_class.model_type!r}; its config says "
+            f"{stored.get('model_type')!r}. {_ADVICE.get(str(stored.get('model_type')), '')}".strip()
         )
     stored = current_format(stored)
     config = kwargs.get("config")
@@ -61,7 +69,7 @@ def refuse_pickles(name: Any, *, requested: bool = False) -> None:
 def checked_loading(name: Any, info: dict[str, Any]) -> None:
     """An error unless every weight was found, of the right shape, and none was left over, but for the head's."""
     for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if found := sorted(key for key in map(str, info.get(fault, ())) if not key.startswith(HEAD)):
+        if found := sorted(key for key in map(str, info.get(fault, ())) if not key.startswith(HEADS)):
             raise ValueError(
                 f"the weights of {name} must fit the model; there are {fault.replace('_', ' ')}: "
                 f"{', '.join(found[:4])}{' ...' * (len(found) > 4)}. The checkpoint is of another model, or broken."

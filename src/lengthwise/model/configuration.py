@@ -8,9 +8,10 @@ Every error is raised here, before a weight is allocated: encodings are built on
 
 import difflib
 import math
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import cycle, islice
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -31,6 +32,9 @@ PRESETS = {
 }
 """Sizes by name; nano is for two cores, the others are GPT-2's and the CABLE paper's."""
 
+ENCODER_PRESETS = {"nano": PRESETS["nano"], "tiny": PRESETS["tiny"], "base": PRESETS["small"]}
+"""Sizes of encoders by name; base is BERT's, and the CABLE paper's."""
+
 FORMAT = 2
 """The version of stored configs. Version 1, which has no such entry, had DAPE over another encoding as an option."""
 
@@ -40,6 +44,9 @@ DEFAULT_ENCODING = "cable"
 
 
 QK_NORMS = ("rms", "layer", "l2")
+
+POOLINGS = ("mean", "first")
+"""How the vectors of a text's tokens become one: their mean, or that of the first."""
 
 
 @strict
@@ -62,6 +69,8 @@ class LengthwiseConfig(PreTrainedConfig):
     """
 
     model_type = "lengthwise"
+    causal: ClassVar[bool] = True
+    presets: ClassVar[dict[str, dict[str, int]]] = PRESETS
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     attribute_map: ClassVar[dict[str, str]] = {
         "hidden_size": "n_embd",
@@ -130,20 +139,21 @@ class LengthwiseConfig(PreTrainedConfig):
         return stored
 
     @classmethod
-    def preset(cls, name: str, **changes: Any) -> "LengthwiseConfig":
+    def preset(cls, name: str, **changes: Any) -> Self:
         """A size by name, with any field changed.
 
         >>> LengthwiseConfig.preset("nano", encoding="kerple").head_dim
         16
         """
-        if name not in PRESETS:
-            raise ValueError(f"unknown preset {name!r}; there are {', '.join(map(repr, PRESETS))}. Take one of them.")
-        return cls(**(PRESETS[name] | changes))
+        if name not in cls.presets:
+            known = ", ".join(map(repr, cls.presets))
+            raise ValueError(f"unknown preset {name!r}; there are {known}. Take one of them.")
+        return cls(**(cls.presets[name] | changes))
 
     @property
     def shape(self) -> AttentionShape:
         """The attention that the encodings serve."""
-        return AttentionShape(self.n_head, self.n_embd, self.head_dim or 0, self.n_positions)
+        return AttentionShape(self.n_head, self.n_embd, self.head_dim or 0, self.n_positions, self.causal)
 
     @property
     def embedding(self) -> LayerSpec | None:
@@ -247,6 +257,8 @@ class LengthwiseConfig(PreTrainedConfig):
         embedding, specs = self._split()
         # Stored for the caches of compiled graphs.
         self._reaches = [spec.reach for spec in self.schedule]
+        if not self.causal:
+            check_two_sided([*specs, *([embedding] if embedding else [])])
         for spec in specs:
             if spec.window is not None and not find(spec.encoding).takes_window(spec.window):
                 raise OptionError(f"{spec.encoding!r} cannot have such a window, got the layer {spec.label!r}")
@@ -280,6 +292,42 @@ class LengthwiseConfig(PreTrainedConfig):
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
             if near:
                 raise TypeError(f"unknown field {name!r} of the config. Did you mean {near[0]!r}?")
+
+
+@strict
+class LengthwiseEncoderConfig(LengthwiseConfig):
+    """The same for a two-sided model: every token sees those after it too. Of BERT's sizes if none are given.
+
+    Encodings take their two-sided form; those without one are refused. A window reaches as far to either side.
+
+    pooling   how the vectors of a text's tokens become one, "mean" or that of the "first": for retrieval and classes
+    """
+
+    model_type = "lengthwise_encoder"
+    causal: ClassVar[bool] = False
+    presets: ClassVar[dict[str, dict[str, int]]] = ENCODER_PRESETS
+
+    vocab_size: int = 30528
+    n_positions: int = 512
+    use_cache: bool = False
+    pooling: str = "mean"
+
+    def check(self) -> None:
+        """An error unless a model can be built."""
+        super().check()
+        check_choice("pooling", self.pooling, POOLINGS)
+
+
+def check_two_sided(specs: Sequence[LayerSpec]) -> None:
+    """An error for encodings that are defined under causality only, by their names."""
+    names = dict.fromkeys(name for spec in specs for name, _ in spec.parts())
+    causal_only = [name for name in names if not find(name).two_sided]
+    if causal_only:
+        known = ", ".join(repr(name) for name, encoding in ENCODINGS.items() if encoding.two_sided)
+        raise OptionError(
+            f"an encoder needs encodings with a two-sided form, got {', '.join(map(repr, causal_only))}, which is "
+            f"causal only; known: {known}"
+        )
 
 
 def current_format(stored: dict[str, Any]) -> dict[str, Any]:

@@ -17,31 +17,43 @@ import re
 import shutil
 from pathlib import Path
 
+from transformers import PreTrainedConfig
+
 from lengthwise.encodings import ENCODINGS
 from lengthwise.errors import UserError
-from lengthwise.model.configuration import LengthwiseConfig
-from lengthwise.model.modeling import LengthwiseForCausalLM
+from lengthwise.model.configuration import LengthwiseConfig, LengthwiseEncoderConfig
+from lengthwise.model.encoder import LengthwiseEncoder, LengthwiseForMaskedLM, LengthwiseForSequenceClassification
+from lengthwise.model.modeling import LengthwiseForCausalLM, LengthwiseModel, LengthwisePreTrainedModel
 
 PACKAGE = Path(__file__).parents[1]
 FILES = (
     *("errors.py", "files.py", "token_layout.py", "bias.py", "rescore.py"),
     *("encodings/**/*.py", "attention/**/*.py"),
     *(f"model/{name}.py" for name in ("attention", "cache", "checkpoint_checks", "configuration", "layout", "losses")),
-    *("model/modeling.py", "model/schedule.py"),
+    *("model/encoder.py", "model/modeling.py", "model/schedule.py"),
 )
 """What is copied, as patterns; a test holds them to what the model really imports."""
 
 NOT_COPIED = ("encodings/catalogue.py", "attention/info.py")
 """Commands of ours that no model needs."""
 
-KNOWN = {"model.configuration": "configuration_lengthwise", "model.modeling": "modeling_lengthwise"}
+KNOWN = {
+    "model.configuration": "configuration_lengthwise",
+    "model.modeling": "modeling_lengthwise",
+    "model.encoder": "modeling_lengthwise_encoder",
+}
 """File names that transformers expects; every other module has its path, joined."""
 
-AUTO_MAP = {
-    "AutoConfig": "configuration_lengthwise.LengthwiseConfig",
-    "AutoModel": "modeling_lengthwise.LengthwiseModel",
-    "AutoModelForCausalLM": "modeling_lengthwise.LengthwiseForCausalLM",
+AUTO_MAPS: dict[type[LengthwisePreTrainedModel], dict[str, type[LengthwisePreTrainedModel]]] = {
+    LengthwiseForCausalLM: {"AutoModel": LengthwiseModel, "AutoModelForCausalLM": LengthwiseForCausalLM},
+    LengthwiseForMaskedLM: {
+        "AutoModel": LengthwiseEncoder,
+        "AutoModelForMaskedLM": LengthwiseForMaskedLM,
+        "AutoModelForSequenceClassification": LengthwiseForSequenceClassification,
+    },
 }
+"""Which class of ours each Auto class loads, by the class that is exported."""
+
 SHAPES = '''"""In the place of jaxtyping, which need not be installed: Float[Tensor, "batch position"] is Tensor."""
 
 
@@ -70,17 +82,34 @@ def export(checkpoint: str | Path, out: str | Path) -> Path:
     out = Path(out)
     if out.exists() and any(out.iterdir()):
         raise FileExistsError(f"{out} must be new or empty, got a folder with files")
-    model = LengthwiseForCausalLM.from_pretrained(checkpoint)
+    exported = class_of(checkpoint)
+    model = exported.from_pretrained(checkpoint)
     check_exportable(model.config)
     model.save_pretrained(out)
     for name in TOKENIZER:
         if (Path(checkpoint) / name).is_file():
             shutil.copy(Path(checkpoint) / name, out / name)
     config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps(config | {"auto_map": AUTO_MAP}, indent=2, sort_keys=True) + "\n")
+    (out / "config.json").write_text(
+        json.dumps(config | {"auto_map": auto_map(exported)}, indent=2, sort_keys=True) + "\n"
+    )
     for name, text in flat_files().items():
         (out / name).write_text(text)
     return out
+
+
+def class_of(checkpoint: str | Path) -> type[LengthwisePreTrainedModel]:
+    """The class with the head for text that a checkpoint's type of model has."""
+    stored, _ = PreTrainedConfig.get_config_dict(checkpoint)
+    encodes = stored.get("model_type") == LengthwiseEncoderConfig.model_type
+    return LengthwiseForMaskedLM if encodes else LengthwiseForCausalLM
+
+
+def auto_map(exported: type[LengthwisePreTrainedModel]) -> dict[str, str]:
+    """The `auto_map` of config.json: where each Auto class finds its own."""
+    classes: dict[str, type] = {"AutoConfig": exported.config_class or LengthwiseConfig, **AUTO_MAPS[exported]}
+    homes = {name: cls.__module__.removeprefix("lengthwise.") for name, cls in classes.items()}
+    return {name: f"{flat_name(homes[name])}.{cls.__name__}" for name, cls in classes.items()}
 
 
 def check_exportable(config: LengthwiseConfig) -> None:

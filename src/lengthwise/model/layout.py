@@ -25,6 +25,7 @@ def make_layout(
     past: Slot = 0,
     capacity: int | None = None,
     cached: bool = False,
+    causal: bool = True,
 ) -> TokenLayout:
     """The layout of tokens (batch, query, ...) that follow `past` cached ones.
 
@@ -43,7 +44,7 @@ def make_layout(
     if eager and mask is not None and mask.all():
         mask = None
     if position_ids is None and mask is None and isinstance(past, int):
-        return layout(queries, past=past, device=tokens.device)
+        return layout(queries, past=past, causal=causal, device=tokens.device)
     documents = None
     if position_ids is None:
         key = torch.arange(keys, device=tokens.device)[None] if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
@@ -53,7 +54,19 @@ def make_layout(
         key, documents = _place(query, mask, past, keys, refuse_gaps=eager and cached)
         if eager and (documents == documents[:, :1]).all():
             documents = None
-    return TokenLayout.of(query, key, key_mask=mask, documents=documents, start=past)
+    return TokenLayout.of(query, key, key_mask=mask, documents=documents, start=past, causal=causal)
+
+
+def packed_layout(mask: Bool[Tensor, "batch token"]) -> TokenLayout:
+    """The tokens that are not padding, of all sequences one after the other: each sequence is a document."""
+    documents = mask.nonzero()[:, 0][None]
+    return layout(documents.shape[1], documents=documents, causal=False, device=mask.device)
+
+
+def is_in_one_piece(mask: Bool[Tensor, "batch token"]) -> bool:
+    """Whether the tokens of every sequence stand side by side: padding is at the ends, and there is a token."""
+    begins = mask & ~F.pad(mask[:, :-1], (1, 0))
+    return bool((begins.sum(1) == 1).all())
 
 
 def with_mask(layout: TokenLayout, mask: Tensor, batch: int, heads: int, capacity: int | None) -> TokenLayout:

@@ -85,7 +85,7 @@ def make_norm(config: LengthwiseConfig) -> nn.Module:
 
 
 class LengthwiseAttention(nn.Module):
-    """Causal self-attention with the encoding's hooks around it."""
+    """Self-attention, causal or two-sided as the config is, with the encoding's hooks around it."""
 
     def __init__(self, config: LengthwiseConfig, layer_idx: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class LengthwiseAttention(nn.Module):
         dim, heads, kv_heads = config.shape.head_dim, config.n_head, config.n_kv_head or config.n_head
         self.config, self.layer_idx, self.window = config, layer_idx, windows_of(config)[layer_idx]
         self.scaling = dim**-0.5 if config.scale is None else float(config.scale)
-        self.is_causal = True
+        self.is_causal = config.causal
         self.num_key_value_groups = heads // kv_heads
         self.heads = (heads, kv_heads, kv_heads)
         self.c_attn = Projection(sum(self.heads) * dim, config.n_embd, bias=config.qkv_bias)
@@ -247,7 +247,7 @@ class LengthwisePreTrainedModel(PreTrainedModel):
         Who asks for the loading info gets it in place of a refusal.
         """
         name = pretrained_model_name_or_path
-        checked_checkpoint(name, kwargs)
+        checked_checkpoint(name, kwargs, cls.config_class or LengthwiseConfig)
         loaded: Any = super().from_pretrained(name, *model_args, output_loading_info=True, **kwargs)
         if "key_mapping" in kwargs:
             # Else it would be saved under the old names, with the new config.
@@ -313,8 +313,8 @@ class LengthwisePreTrainedModel(PreTrainedModel):
         return matrices
 
 
-class LengthwiseModel(LengthwisePreTrainedModel):
-    """The transformer without its head."""
+class LengthwiseTransformer(LengthwisePreTrainedModel):
+    """What the causal model and the encoder share: everything but how tokens are given to it."""
 
     def __init__(self, config: LengthwiseConfig) -> None:
         super().__init__(config)
@@ -331,37 +331,22 @@ class LengthwiseModel(LengthwisePreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    @capture_outputs  # type: ignore[untyped-decorator]
-    def forward(  # type: ignore[misc]
+    def run_layers(
         self,
-        input_ids: Int[Tensor, "batch query"] | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Int[Tensor, "#batch query"] | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Float[Tensor, "batch query width"] | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> BaseModelOutputWithPast:
-        """The tokens after the last layer, and the cache if there is one."""
-        tokens = checked_input(input_ids, inputs_embeds)
-        checkpointing = self.gradient_checkpointing and self.training
-        if use_cache is None:
-            use_cache = self.config.use_cache and (past_key_values is not None or not self.training)
-        if use_cache and checkpointing:
-            logger.warning_once("a cache is of no use under gradient checkpointing and is left out")
-            use_cache = False
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-        layouts, masks = self._layouts(tokens, attention_mask, position_ids, past_key_values)
-
-        x = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
+        x: Float[Tensor, "batch query width"],
+        layouts: dict[Window | None, TokenLayout],
+        masks: dict[Window | None, DenseBias],
+        *,
+        cache: Cache | None = None,
+        output_attentions: bool = False,
+    ) -> Any:
+        """Tokens (batch, query, width) as they enter, through all layers and the last norm; layouts from `_layouts`."""
         x = self.drop(self.wpe.embed(x, layouts[None]) if hasattr(self, "wpe") else x)
         shared = self.encoding if self.config.share_encoding else None
         biases: dict[Window | None, Bias | None] = {}
         # A checkpointed layer makes its own, or no gradient would flow through it.
-        if shared is not None and shared.context_free and not checkpointing:
+        if shared is not None and shared.context_free and not self.is_checkpointing:
             biases = {window: shared.bias(x, layout) for window, layout in layouts.items()}
-        weights = kwargs.get("output_attentions", self.config.output_attentions)
         for block, window in zip(self.h, self.windows, strict=True):
             x = block(
                 x,
@@ -369,12 +354,15 @@ class LengthwiseModel(LengthwisePreTrainedModel):
                 encoding=shared,
                 bias=biases.get(window),
                 added=masks.get(window),
-                past_key_values=past_key_values,
-                output_attentions=bool(weights),
+                past_key_values=cache,
+                output_attentions=output_attentions,
             )
-        return BaseModelOutputWithPast(
-            last_hidden_state=self.ln_f(x), past_key_values=past_key_values if use_cache else None
-        )
+        return self.ln_f(x)
+
+    @property
+    def is_checkpointing(self) -> bool:
+        """Whether layers are computed again in the backward pass."""
+        return self.gradient_checkpointing and self.training
 
     def _layouts(
         self, tokens: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Cache | None
@@ -400,6 +388,7 @@ class LengthwiseModel(LengthwisePreTrainedModel):
             past=past,
             capacity=capacity,
             cached=cache is not None,
+            causal=self.config.causal,
         )
         if explicit is not None:
             layout = with_mask(layout, explicit, tokens.shape[0], self.config.n_head, capacity)
@@ -414,6 +403,41 @@ class LengthwiseModel(LengthwisePreTrainedModel):
             window: DenseBias(added.value[..., own.key_start : own.key_start + own.key_count])
             for window, own in layouts.items()
         }
+
+
+class LengthwiseModel(LengthwiseTransformer):
+    """The causal transformer without its head."""
+
+    @capture_outputs  # type: ignore[untyped-decorator]
+    def forward(  # type: ignore[misc]
+        self,
+        input_ids: Int[Tensor, "batch query"] | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Int[Tensor, "#batch query"] | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Float[Tensor, "batch query width"] | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPast:
+        """The tokens after the last layer, and the cache if there is one."""
+        tokens = checked_input(input_ids, inputs_embeds)
+        if use_cache is None:
+            use_cache = self.config.use_cache and (past_key_values is not None or not self.training)
+        if use_cache and self.is_checkpointing:
+            logger.warning_once("a cache is of no use under gradient checkpointing and is left out")
+            use_cache = False
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        layouts, masks = self._layouts(tokens, attention_mask, position_ids, past_key_values)
+        weights = kwargs.get("output_attentions", self.config.output_attentions)
+        x = self.run_layers(
+            self.wte(input_ids) if inputs_embeds is None else inputs_embeds,
+            layouts,
+            masks,
+            cache=past_key_values,
+            output_attentions=bool(weights),
+        )
+        return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=past_key_values if use_cache else None)
 
 
 class LengthwiseForCausalLM(LengthwisePreTrainedModel, GenerationMixin):

@@ -17,7 +17,7 @@ PAPER_ENCODINGS = ["cable", "kerple", "alibi", "fire", "t5-clamped", "rope", "si
 NOT_SHARED = frozenset(
     {
         *("out", "encoding", "encoding_options", "layers", "seed", "resume", "evaluate_lengths", "dry_run", "version"),
-        *("tuning", "start_from"),
+        *("tuning", "start_from", "pooling", "temperature", "hard_negatives"),
         # What is measured is the held-out split of the data, and each run is a process of its own.
         *("held_out", "sharded"),
     }
@@ -47,6 +47,9 @@ class StudyConfig:
     tune_steps: int = option(150, "steps of each of these trainings")
     rates: dict[str, dict[str, float]] = option(  # noqa: RUF009
         {}, 'learning rates by encoding: {"fire": {"encoding_learning_rate": 0.06}}'
+    )
+    contrastive: dict[str, Any] = option(  # noqa: RUF009
+        {}, 'with --objective mlm and --retrieval: options of the contrastive training of each run, {"steps": 200}'
     )
     train: bool = option(True, "train the runs that are missing; with --no-train only measure those that are there")
     training: TrainConfig = field(default_factory=TrainConfig)

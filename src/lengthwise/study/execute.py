@@ -3,6 +3,7 @@
 out/runs/           the runs, each as `lengthwise train` leaves it
 out/training/       log, time and memory of each run that this study trained itself
 out/scores/         the measurement of each run, with the key of what was measured
+out/retrieval/      with --retrieval: how each run finds documents, once more trained for that
 out/maps/           the position maps of each encoding's final layer
 out/tuning.json     with --tune: every try of every encoding's learning rates, and which were chosen
 out/report.html     the report; report.md the same without pictures, study.json the values
@@ -19,12 +20,21 @@ from typing import Any
 import torch
 
 from lengthwise import __version__
+from lengthwise.data.retrieval import RetrievalSet, check_set, retrieval_set
 from lengthwise.data.sources import resolve
 from lengthwise.encodings.registry import find
 from lengthwise.errors import check_int
 from lengthwise.evaluate import LengthTable, Score
 from lengthwise.evaluate.config import ResolvedEvalConfig
 from lengthwise.evaluate.corpus import Corpus
+from lengthwise.evaluate.retrieval import (
+    RetrievalScore,
+    as_scores,
+    load_for_retrieval,
+    pooling_of,
+    score_bm25,
+    score_retrieval,
+)
 from lengthwise.evaluate.run import Corpora, Measurement, load_for_evaluation
 from lengthwise.evaluate.tasks import TaskScore
 from lengthwise.files import file_hash, write_atomic
@@ -35,7 +45,7 @@ from lengthwise.study.config import StudyConfig
 from lengthwise.study.engine import TRAINED_ELSEWHERE, StudyProgress, parallel_jobs, train_runs
 from lengthwise.study.report import check_paper, write_report
 from lengthwise.study.results import StudyResults, TrainingOutcome
-from lengthwise.study.runs import StudyRun, study_runs
+from lengthwise.study.runs import StudyRun, contrastive_runs, study_runs
 from lengthwise.study.tune import with_tuned_rates
 from lengthwise.tasks import find_task
 from lengthwise.train.setup import dry_run
@@ -59,6 +69,7 @@ def run_study(config: StudyConfig) -> str:
     if config.tune:
         config = with_tuned_rates(config)
     runs = study_runs(config)
+    later = contrastive_runs(config, runs)
     if config.train:
         dry_run(runs[0].config)
     evaluation = evaluation_of(config, runs[0])
@@ -67,10 +78,14 @@ def run_study(config: StudyConfig) -> str:
     rows: dict[str, str] = {}
     tasks: list[TaskScore] = []
     undrawn: dict[str, str] = {}
-    with StudyProgress(runs, measured_tokens=evaluation.windows * sum(evaluation.lengths)) as progress:
+    retrieval: list[RetrievalScore] = []
+    with StudyProgress([*runs, *later], measured_tokens=evaluation.windows * sum(evaluation.lengths)) as progress:
         waiting = [run for run in runs if not run.is_finished]
         if config.train:
             ended = train_runs(waiting, out=out, jobs=parallel_jobs(config, waiting), progress=progress)
+            finished = {run.config.out for run in runs if run.is_finished}
+            after = [run for run in later if not run.is_finished and run.config.start_from in finished]
+            ended |= train_runs(after, out=out, jobs=parallel_jobs(config, after), progress=progress) if after else {}
             missing = {name: outcome.failure for name, outcome in ended.items() if outcome.failure is not None}
         else:
             missing = {r.name: TRAINED_ELSEWHERE if r.is_being_trained else "not trained yet" for r in waiting}
@@ -92,12 +107,23 @@ def run_study(config: StudyConfig) -> str:
                     tasks += run_tasks
                     undrawn |= evaluator.draw(run)
             progress.measuring_done(run)
+        for run in later:
+            progress.training_done(run)
+            if run.is_finished:
+                progress.start(f"retrieving with {run.name}")
+                try:
+                    retrieval += evaluator.retrieve(run, with_bm25=not retrieval)
+                except MEASURE_ERRORS as error:
+                    log.warning("%s could not be measured: %s", run.name, error)
+                    missing[run.name] = f"could not be measured: {error}"
+            progress.measuring_done(run)
     table = LengthTable(scores, rows=rows) if scores else None
-    outcomes = {run.name: outcome for run in runs if (outcome := read_outcome(out, run)) is not None}
+    outcomes = {run.name: outcome for run in (*runs, *later) if (outcome := read_outcome(out, run)) is not None}
     seconds = total_seconds(out, time.monotonic() - began)
-    results = StudyResults(config, runs, table, tasks, outcomes, missing, undrawn, seconds)
+    results = StudyResults(config, runs, table, tasks, outcomes, missing, undrawn, seconds, later, retrieval)
     report = write_report(results, out)
     lines = [table.text()] if table is not None else []
+    lines += [results.retrieval_table.text()] if results.retrieval_table is not None else []
     lines += [f"{name} is missing: {reason}" for name, reason in missing.items()]
     lines += [f"the heads of {name} could not be drawn: {reason}" for name, reason in undrawn.items()]
     return "\n".join([*lines, f"the report is {report}"])
@@ -108,6 +134,8 @@ def evaluation_of(config: StudyConfig, run: StudyRun) -> ResolvedEvalConfig:
     lengths = [run.resolved.length * multiple for multiple in LENGTH_MULTIPLES]
     evaluation = config.evaluation.resolved(lengths=lengths, text=config.training.data, windows=WINDOWS)
     resolve(evaluation.text)
+    if evaluation.retrieval:
+        check_set(evaluation.retrieval_set)
     for task in evaluation.tasks:
         find_task(task)
     for spec in evaluation.stretch:
@@ -125,6 +153,7 @@ class RunEvaluator:
         self.config, self.out, self.device = config, out, device
         self.corpora = Corpora(config)
         self._loaded: tuple[str, LoadedModel] | None = None
+        self.retrieval_set: RetrievalSet | None = None
 
     def measure(self, run: StudyRun) -> tuple[list[Score], list[TaskScore]]:
         """The scores of a finished run."""
@@ -142,6 +171,24 @@ class RunEvaluator:
             write_atomic(path, json.dumps(content))
             self.picture(run).unlink(missing_ok=True)
         return [Score.from_json(s) for s in content["scores"]], [TaskScore(**s) for s in content["tasks"]]
+
+    def retrieve(self, run: StudyRun, *, with_bm25: bool) -> list[RetrievalScore]:
+        """How a finished contrastive run finds documents at every length; once for a study with BM25 before it."""
+        weights = [file_hash(path) for path in sorted(self.final(run).glob("*.safetensors"))]
+        key: dict[str, Any] = {"set": self.config.retrieval_set, "lengths": self.config.lengths, "weights": weights}
+        key |= {"version": __version__, "bm25": with_bm25}
+        path = self.out / "retrieval" / f"{run.name}.json"
+        content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        if content.get("key") != key:
+            self.retrieval_set = self.retrieval_set or retrieval_set(self.config.retrieval_set)
+            loaded = load_for_retrieval(str(self.final(run)), name=run.name, device=self.device)
+            assert loaded.tokenizer is not None
+            lengths, corpus = self.config.lengths, self.retrieval_set
+            scores = score_bm25(loaded.tokenizer, corpus, lengths) if with_bm25 else []
+            scores += score_retrieval(loaded, corpus, lengths, pooling=pooling_of(self.final(run), loaded.model))
+            content = {"key": key, "scores": [dataclasses.asdict(score) for score in scores]}
+            write_atomic(path, json.dumps(content))
+        return as_scores(content["scores"])
 
     def key(self, run: StudyRun) -> dict[str, Any]:
         """What a measurement depends on: if any of it changes, the run is measured again."""

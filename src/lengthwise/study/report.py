@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lengthwise.evaluate import LengthTable
+from lengthwise.evaluate.retrieval import RetrievalTable, retrieval_figure
 from lengthwise.evaluate.statistics import Interval
 from lengthwise.evaluate.table import format_value, length_figure, markdown, rise_figure
 from lengthwise.evaluate.tasks import task_rows
@@ -128,7 +129,7 @@ def report_sections(results: StudyResults, out: Path) -> list[Section]:
     """All sections that these results have something for."""
     sections = [Section("Summary", summary(results))]
     if (table := results.table) is not None:
-        metric = table.metric.replace("_", " ").capitalize()
+        metric = results.metric_name.capitalize()
         if rows := rise_rows(results):
             rises = rise_figure(table, train_length=results.train_length)
             words = "The same tokens at every length, so what makes them easy or hard cancels; 95 % intervals."
@@ -151,6 +152,7 @@ def report_sections(results: StudyResults, out: Path) -> list[Section]:
             sections.append(Section("Paired differences on the same tokens", ["With 95 % intervals."], rows))
         if rows := paper_rows(results.config.paper, table):
             sections.append(Section("Beside the paper", table=rows))
+    sections += retrieval_sections(results)
     if results.tasks:
         sections.append(Section("Tasks", ["Share of answers that are right as a whole."], task_rows(results.tasks)))
     if (losses := loss_curves(results)) is not None:
@@ -163,6 +165,36 @@ def report_sections(results: StudyResults, out: Path) -> list[Section]:
         Section("Commands", code="\n".join(run.command for run in results.runs)),
         Section("Notes", notes(results)),
     ]
+
+
+def retrieval_sections(results: StudyResults) -> list[Section]:
+    """nDCG by length with its figure, its change since the training length, and the paper's table beside."""
+    table, length = results.retrieval_table, results.train_length
+    if table is None:
+        return []
+    figure = Picture(
+        png(retrieval_figure(table, train_length=length)), "Bars are 95 % intervals over modules and seeds."
+    )
+    sections = [Section("Retrieval by length", table.notes(), table.rows(), [figure])]
+    if length in table.lengths and table.lengths[-1] > length:
+        words = "The same queries at every length, so what makes them easy or hard cancels; 95 % intervals."
+        sections.append(Section("Change of retrieval with length", [words], table.change_rows(length)))
+    if rows := paper_retrieval_rows(results.config.paper, table):
+        sections.append(Section("Retrieval beside the paper", ["nDCG@10, of 100."], rows))
+    return sections
+
+
+def paper_retrieval_rows(name: str | None, table: RetrievalTable) -> Rows:
+    """The paper's nDCG@10 and ours in each cell; none unless the name is that of its retrieval table."""
+    if name is None or name not in paper_tables()["retrieval"]["tables"]:
+        return []
+    lengths = paper_tables()["retrieval"]["lengths"]
+    rows = [["paper / here", *(f"{length:,}" for length in lengths)]]
+    for encoding, values in paper_tables()["retrieval"]["tables"][name].items():
+        here = [table.value(encoding, n) if table.seeds(encoding, n) else None for n in lengths]
+        cells = zip(values, here, strict=True)
+        rows.append([encoding, *(f"{a:.2f} / {'-' if b is None else f'{100 * b:.2f}'}" for a, b in cells)])
+    return rows
 
 
 def summary(results: StudyResults) -> list[str]:
@@ -178,8 +210,7 @@ def summary(results: StudyResults) -> list[str]:
     if far is not None and length in table.lengths:
         rises = sorted((rise - 1, name) for name in table.names if (rise := results.rise(name, far)) is not None)
         changes = ", ".join(f"{name} {rise:+.1%}" for rise, name in rises)
-        metric = table.metric.replace("_", " ")
-        sentences.append(f"From {length:,} to {far:,} tokens the {metric} changes by: {changes}.")
+        sentences.append(f"From {length:,} to {far:,} tokens the {results.metric_name} changes by: {changes}.")
     if late := results.under_trained():
         gaps = ", ".join(f"{name} ({results.gap(name) - 1:.0%} above the best)" for name in late)
         sentences.append(f"Under-trained, so not to be judged beyond the training length: {gaps}.")
@@ -290,23 +321,23 @@ def _paired_rows(names: Sequence[str], lengths: Sequence[int], cell: Callable[[s
 
 
 def paper_tables() -> dict[str, Any]:
-    """The perplexities of the CABLE paper: `lengths`, and `tables` by name and encoding."""
+    """The perplexities of the CABLE paper, `lengths` and `tables` by name and encoding; and the same of `retrieval`."""
     content: dict[str, Any] = json.loads((files("lengthwise.study") / "paper_tables.json").read_text())
     return content
 
 
 def check_paper(name: str | None) -> None:
     """An error unless it is the name of one of the paper's tables, or None."""
-    known = paper_tables()["tables"]
+    known = [*paper_tables()["tables"], *paper_tables()["retrieval"]["tables"]]
     if name is not None and name not in known:
         raise ValueError(f"unknown table of the paper {name!r}; known: {', '.join(map(repr, known))}")
 
 
 def paper_rows(name: str | None, table: LengthTable) -> Rows:
     """The paper's value and ours in each cell; none without a name."""
-    if name is None:
-        return []
     check_paper(name)
+    if name not in paper_tables()["tables"]:
+        return []
     lengths = paper_tables()["lengths"]
     rows = [["paper / here", *(f"{length:,}" for length in lengths)]]
     for encoding, values in paper_tables()["tables"][name].items():

@@ -3,7 +3,7 @@
 import math
 import os
 import platform
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ import transformers
 
 from lengthwise import __version__
 from lengthwise.evaluate import LengthTable
+from lengthwise.evaluate.retrieval import RetrievalScore, RetrievalTable
 from lengthwise.evaluate.statistics import Interval, Sums, t_interval
 from lengthwise.evaluate.tasks import TaskScore
 from lengthwise.files import processor_name
@@ -82,6 +83,21 @@ class StudyResults:
     undrawn: dict[str, str]
     """Runs whose heads could not be drawn, and why."""
     seconds: float
+    later: list[StudyRun] = field(default_factory=list)
+    """The contrastive runs that follow masked ones."""
+    retrieval: list[RetrievalScore] = field(default_factory=list)
+
+    @property
+    def retrieval_table(self) -> RetrievalTable | None:
+        """Retrieval by encoding and length; None where it was not measured."""
+        rows = {run.name: run.encoding for run in self.later}
+        return RetrievalTable(self.retrieval, rows=rows) if self.retrieval else None
+
+    @property
+    def metric_name(self) -> str:
+        """What the table has: "perplexity", or of masked tokens "pseudo-perplexity"."""
+        metric = "" if self.table is None else self.table.metric.replace("_", " ")
+        return f"pseudo-{metric}" if self.config.training.objective == "mlm" else metric
 
     @property
     def train_length(self) -> int:
@@ -150,7 +166,7 @@ class StudyResults:
     def speed_rows(self) -> list[list[str]]:
         """A heading and a line per run: steps, threads, tokens a second, seconds, peak memory."""
         rows = [["run", "steps", "threads", "tokens/s", "seconds", "peak memory"]]
-        for run in self.runs:
+        for run in (*self.runs, *self.later):
             metrics = run.run.metrics if run.run is not None else []
             if not metrics:
                 continue
@@ -190,6 +206,7 @@ class StudyResults:
             if table is not None and self.far_length is not None
             else {},
             "hypotheses": [judged.as_json() for judged in self.hypotheses()],
+            "retrieval": [asdict(score) for score in self.retrieval],
             "settings": {name: value for name, value in settings.items() if name not in ("encoding", "seed")},
             "seeds": self.config.seeds,
             "seconds": self.seconds,

@@ -15,6 +15,8 @@ from lengthwise.train.setup import model_config
 
 RATES = ("learning_rate", "final_learning_rate", "encoding_learning_rate")
 """What a study may set by encoding."""
+NOT_CONTRASTIVE = frozenset({"objective", "out", "start_from", "seed", "resume", "encoding", "layers", "sizes"})
+"""What a study sets itself for contrastive training."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,26 @@ def study_runs(config: StudyConfig) -> list[StudyRun]:
     return runs
 
 
+def contrastive_runs(config: StudyConfig, runs: list[StudyRun]) -> list[StudyRun]:
+    """The contrastive training that follows each masked one where retrieval is measured; none elsewhere."""
+    if not config.evaluation.retrieval:
+        return []
+    if config.training.objective != "mlm":
+        raise ValueError("a study measures retrieval with --objective mlm, got --retrieval with another")
+    known = {field.name for field in dataclasses.fields(TrainConfig)} - NOT_CONTRASTIVE
+    if unknown := config.contrastive.keys() - known:
+        raise ValueError(f"contrastive must have options of training, got {', '.join(map(repr, sorted(unknown)))}")
+    shared = {"preset": config.training.preset, "device": config.training.device, "length": config.training.length}
+    later = []
+    for run in runs:
+        own = {"start_from": run.config.out, "seed": run.seed, "out": f"{run.config.out}-retrieval", "resume": True}
+        training = TrainConfig(objective="contrastive", **(shared | config.contrastive | own))
+        training.resolved()
+        later.append(StudyRun(run.encoding, run.seed, training))
+    return later
+
+
 def missing_commands(config: StudyConfig) -> list[str]:
-    """One command for each run that is missing; any scheduler may run them, in any order."""
-    return [run.command for run in study_runs(config) if not run.is_finished]
+    """One command for each run that is missing, contrastive ones last; else any scheduler may run them in any order."""
+    runs = study_runs(config)
+    return [run.command for run in (*runs, *contrastive_runs(config, runs)) if not run.is_finished]

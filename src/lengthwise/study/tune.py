@@ -16,14 +16,13 @@ import torch
 
 from lengthwise.errors import check_int
 from lengthwise.files import write_atomic
-from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.study.config import StudyConfig
 from lengthwise.study.engine import StudyProgress, parallel_jobs, train_runs
 from lengthwise.study.results import origin
 from lengthwise.study.runs import StudyRun, run_name, training_of
-from lengthwise.train.config import RECIPES, TrainConfig
+from lengthwise.train.config import RECIPES_BY_OBJECTIVE, TrainConfig
 from lengthwise.train.distributed import encoding_parameters
-from lengthwise.train.setup import model_config
+from lengthwise.train.setup import MODELS, model_config
 
 MODEL_FACTORS = (0.5, 1.0, 2.0, 4.0)
 """Times the recipe's rate, for the model of an encoding without parameters."""
@@ -67,7 +66,7 @@ def encoding_tries(config: StudyConfig, encoding: str) -> list[StudyRun]:
         evaluate_tokens=VALIDATION_TOKENS,
     )
     length = base.resolved().length
-    recipe = RECIPES[base.preset]
+    recipe = RECIPES_BY_OBJECTIVE[base.objective][base.preset]
     rate = config.training.learning_rate or recipe.learning_rate
     if has_parameters(base):
         rates = [(rate, rate * factor) for factor in ENCODING_FACTORS]
@@ -93,7 +92,8 @@ def encoding_tries(config: StudyConfig, encoding: str) -> list[StudyRun]:
 def has_parameters(config: TrainConfig) -> bool:
     """Whether the encoding of a run learns anything itself."""
     with torch.device("meta"):
-        model = LengthwiseForCausalLM(model_config(config.resolved(), vocabulary=64))
+        resolved = config.resolved()
+        model = MODELS[resolved.objective](model_config(resolved, vocabulary=64))
     return bool(encoding_parameters(model))
 
 

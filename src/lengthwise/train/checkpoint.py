@@ -9,7 +9,7 @@ has.
 import json
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,8 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedTokenizerFast
 
-from lengthwise.data import Tokens
-from lengthwise.model import LengthwiseForCausalLM
+from lengthwise.model.modeling import LengthwisePreTrainedModel
 from lengthwise.runs import Run, RunWriter
 from lengthwise.train.config import ResolvedTrainConfig
 from lengthwise.train.distributed import World
@@ -49,7 +47,7 @@ def check_folder(config: ResolvedTrainConfig) -> None:
 
 
 def open_run(
-    config: ResolvedTrainConfig, writer: RunWriter | None, tokens: Tokens
+    config: ResolvedTrainConfig, writer: RunWriter | None, data_hash: str
 ) -> tuple[Path, dict[str, Any]] | None:
     """Prepare the folder of a new run, or of one to continue: the checkpoint to continue from and its note."""
     assert writer is not None
@@ -57,7 +55,7 @@ def open_run(
         writer.write_config(config.stored())
         return None
     checkpoint = writer.newest_checkpoint()
-    if checkpoint is not None and checkpoint[1]["data"] != tokens.sha256:
+    if checkpoint is not None and checkpoint[1]["data"] != data_hash:
         raise ValueError(
             f"a run must be resumed with the data it was started with; {config.data!r} has changed since (other files, "
             "or another Python for 'stdlib'). Bring the data back, or start a new run."
@@ -101,15 +99,15 @@ def load_checkpoint(folder: Path, world: World, model: nn.Module, optimizers: Op
 def save_final(
     config: ResolvedTrainConfig,
     writer: RunWriter | None,
-    model: LengthwiseForCausalLM,
+    model: LengthwisePreTrainedModel,
     weights: dict[str, Tensor],
-    tokenizer: PreTrainedTokenizerFast,
+    save_rest: Callable[[Path], None],
 ) -> None:
-    """Write the trained model as save_pretrained does, with its tokenizer."""
+    """Write the trained model as save_pretrained does, and the rest, such as its tokenizer, by a function."""
 
     def fill(folder: Path) -> None:
         model.save_pretrained(folder, state_dict=weights)
-        tokenizer.save_pretrained(folder)
+        save_rest(folder)
 
     assert writer is not None
     try:

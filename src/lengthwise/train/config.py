@@ -11,6 +11,7 @@ from typing import Any, Literal
 from lengthwise.options import option
 from lengthwise.train.rates import tuned_rates
 
+Objective = Literal["causal", "mlm", "contrastive"]
 Optimizer = Literal["adamw", "muon"]
 OPTIMIZERS: tuple[Optimizer, ...] = ("adamw", "muon")
 FORMAT = 2
@@ -86,16 +87,57 @@ RECIPES = {
 }
 
 
+PAPER_ENCODER = dataclasses.replace(PAPER, length=512, micro_batch=32)
+"""BERT at 512 tokens, as the CABLE paper has it; what it does not say is as in its other runs on FineWeb-Edu."""
+
+ENCODER_RECIPES = {"nano": RECIPES["nano"], "tiny": PAPER_ENCODER, "base": PAPER_ENCODER}
+"""For masked training."""
+
+CONTRASTIVE_RECIPES = {
+    # Pairs of a step are one another's negatives, so that they are one batch.
+    "nano": dataclasses.replace(
+        RECIPES["nano"],
+        tokenizer="start",
+        batch_tokens=4_096,
+        micro_batch=32,
+        steps=150,
+        learning_rate=2e-3,
+        final_learning_rate=2e-4,
+        encoding_learning_rate=2e-3,
+        warmup=15,
+    ),
+} | dict.fromkeys(
+    ("tiny", "base"),
+    dataclasses.replace(
+        PAPER_ENCODER,
+        tokenizer="start",
+        batch_tokens=32_768,
+        micro_batch=64,
+        steps=10_000,
+        learning_rate=5e-5,
+        final_learning_rate=5e-6,
+        encoding_learning_rate=5e-5,
+        warmup=1_000,
+    ),
+)
+"""For contrastive training: a sequence is a document with its query; the tokenizer is that of --start-from."""
+
+RECIPES_BY_OBJECTIVE = {"causal": RECIPES, "mlm": ENCODER_RECIPES, "contrastive": CONTRASTIVE_RECIPES}
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """The options of a training run."""
 
     out: str = option("", "the run's folder")
+    objective: Objective = option(  # noqa: RUF009
+        "causal", "causal: the next token; mlm: masked tokens, an encoder; contrastive: documents that answer queries"
+    )
     encoding: str | None = option(None, "the positional encoding, by name; cable")
     encoding_options: dict[str, Any] | None = option(None, 'its options: {"slopes": "interleaved"}')  # noqa: RUF009
     share_encoding: bool = option(False, "one encoding for all layers instead of one each")
     layers: list[Any] | str | None = option(None, "encodings and windows by layer: rope:512,none")  # noqa: RUF009
-    preset: str = option("nano", "the size: nano, tiny, small, medium or large")
+    preset: str = option("nano", "the size: nano, tiny, small, medium or large; of encoders nano, tiny or base")
     sizes: dict[str, Any] | None = option(None, 'other than the preset: {"n_layer": 2}')  # noqa: RUF009
     data: str = option("stdlib", "stdlib, a file, a folder, wikitext-103, fineweb-edu, or owner/name of the hub")
     held_out: str | None = option(None, "other data for the held-out loss; all of --data is then trained on")
@@ -106,6 +148,12 @@ class TrainConfig:
     separate_documents: bool = option(False, "attention does not reach from one document into another")
     positions: str | None = option(None, "positions drawn anew for each sequence: random:8192, or pose:8")
     start_from: str | None = option(None, "a run or checkpoint whose weights to start from, except its encodings'")
+    mask_rate: float = option(0.15, "mlm: the share of tokens that are predicted; 0.3 as ModernBERT")
+    pooling: Literal["mean", "first"] = option(
+        "mean", "contrastive: a text's vector, the mean or that of the first token"
+    )
+    temperature: float = option(0.05, "contrastive: what cosines are divided by")
+    hard_negatives: int = option(1, "contrastive: how many of a pair's own negatives are used, beside the batch's")
     length: int | None = option(None, "the training length: tokens in a sequence")
     batch_tokens: int | None = option(None, "tokens in a step, over all processes")
     micro_batch: int | None = option(None, "sequences that a process works on at a time")
@@ -151,12 +199,18 @@ class TrainConfig:
                 f"the config must be of version {FORMAT}, got {self.version}; use the Lengthwise that wrote it, or "
                 "start a new run"
             )
-        if self.preset not in RECIPES:
-            raise ValueError(f"unknown preset {self.preset!r}; known: {', '.join(map(repr, RECIPES))}")
+        recipes = RECIPES_BY_OBJECTIVE.get(self.objective)
+        if recipes is None:
+            known = ", ".join(map(repr, RECIPES_BY_OBJECTIVE))
+            raise ValueError(f"unknown objective {self.objective!r}; known: {known}")
+        if self.preset not in recipes:
+            known = ", ".join(map(repr, recipes))
+            raise ValueError(f"unknown preset {self.preset!r}; known: {known}")
         given = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
-        recipe = dataclasses.asdict(RECIPES[self.preset])
+        recipe = dataclasses.asdict(recipes[self.preset])
         if self.optimizer in (None, recipe["optimizer"]):
-            recipe |= tuned_rates(self.preset, self.tuned_by)
+            # Only causal models were tuned.
+            recipe |= tuned_rates(self.preset, self.tuned_by) if self.objective == "causal" else {}
         else:
             # Another optimizer than the recipe's: nothing was tuned for it, so the encoding has no rate of its own.
             recipe["encoding_learning_rate"] = recipe["learning_rate"]
@@ -166,7 +220,8 @@ class TrainConfig:
         if self.warmup is None and self.steps is not None and recipe["warmup"] >= self.steps:
             # A short trial of a long recipe, whose warm-up would never end.
             recipe["warmup"] = self.steps // 10
-        encoding = {} if self.layers is not None else {"encoding": "cable"}
+        given_elsewhere = self.layers is not None or self.objective == "contrastive"
+        encoding = {} if given_elsewhere else {"encoding": "cable"}
         return ResolvedTrainConfig(**(recipe | encoding | given))
 
 
@@ -197,6 +252,7 @@ class ResolvedTrainConfig(Recipe, TrainConfig):
                 raise ValueError(f"{name} must be a number from 0 to below 1, got {getattr(self, name)}")
         if self.weight_decay < 0:
             raise ValueError(f"weight_decay must be a number, 0 or more, got {self.weight_decay}")
+        self._check_objective()
         check_int("length", self.length, least=2)
         for length in self.evaluate_lengths or ():
             check_int("evaluate_lengths", length, least=2)
@@ -207,6 +263,33 @@ class ResolvedTrainConfig(Recipe, TrainConfig):
             )
         if self.warmup >= self.steps:
             raise ValueError(f"warmup must end before the last step, {self.steps}, got {self.warmup}")
+
+    def _check_objective(self) -> None:
+        """An error for options that the objective cannot have."""
+        from lengthwise.errors import check_choice, check_int, check_number
+
+        check_number("mask_rate", self.mask_rate, most=1)
+        check_number("temperature", self.temperature)
+        check_int("hard_negatives", self.hard_negatives, least=0)
+        check_choice("pooling", self.pooling, ("mean", "first"))
+        if self.objective != "contrastive":
+            return
+        if self.start_from is None:
+            raise ValueError("contrastive training must start from a trained encoder, got none; give --start-from RUN")
+        for name in ("encoding", "encoding_options", "layers", "sizes", "held_out", "positions"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"--start-from decides the model and --data the pairs, got --{name.replace('_', '-')}")
+        if self.tuning or self.separate_documents:
+            raise ValueError("contrastive training knows neither --tuning nor --separate-documents")
+        if self.micro_batch < self.sequences:
+            raise ValueError(
+                f"the pairs of a contrastive step are one another's negatives and so one batch: micro_batch must be at "
+                f"least {self.sequences}, got {self.micro_batch}"
+            )
+        if self.sequences < 2 and not self.hard_negatives:
+            raise ValueError(
+                "contrastive training needs negatives, got one pair a step and --hard-negatives 0; raise --batch-tokens"
+            )
 
     @property
     def sequences(self) -> int:

@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from lengthwise.data import Batches
-from lengthwise.data.tokens import document_positions
-from lengthwise.model import LengthwiseForCausalLM
+from lengthwise.model.modeling import LengthwisePreTrainedModel
 from lengthwise.runs import Run, RunWriter
 from lengthwise.train.checkpoint import (
     check_folder,
@@ -31,29 +29,28 @@ from lengthwise.train.checkpoint import (
     whole_weights,
 )
 from lengthwise.train.config import ResolvedTrainConfig, TrainConfig
+from lengthwise.train.contrastive import ContrastiveObjective
 from lengthwise.train.distributed import World, clip_gradients, join_processes
 from lengthwise.train.logging import ProgressLog, TensorBoardLog
+from lengthwise.train.objectives import Inputs, Objective, TokenObjective
 from lengthwise.train.optimizers import Optimizers
-from lengthwise.train.positions import PositionRule
-from lengthwise.train.setup import check_positions, matmul_dtype, model_config, read_data, start_weights
+from lengthwise.train.setup import matmul_dtype
 from lengthwise.train.signals import SignalHandler, Stopped
-from lengthwise.train.validation import Validation, save_map_snapshot
+from lengthwise.train.validation import save_map_snapshot
 
 log = logging.getLogger(__name__)
 
 
 class SummedLoss(nn.Module):
-    """The sum of the losses of some sequences, as a forward pass: DDP and FSDP2 hook no other method."""
+    """The summed loss of some sequences, as a forward pass: DDP and FSDP2 hook no other method."""
 
-    def __init__(self, model: LengthwiseForCausalLM) -> None:
+    def __init__(self, model: LengthwisePreTrainedModel, objective: Objective) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.objective = model, objective
 
-    def forward(
-        self, tokens: Int[Tensor, "batch position"], positions: Int[Tensor, "batch position"] | None = None
-    ) -> Float[Tensor, ""]:
-        """Not the mean: the parts of a batch may differ in size."""
-        return self.model.loss(tokens, tokens, position_ids=positions, reduction="sum")
+    def forward(self, *inputs: Tensor | None) -> Float[Tensor, ""]:
+        """The sum of the losses of these inputs."""
+        return self.objective.loss(self.model, *inputs)
 
 
 def train(config: TrainConfig) -> Run:
@@ -68,24 +65,22 @@ def train(config: TrainConfig) -> Run:
 def run(config: ResolvedTrainConfig, world: World) -> None:
     """One process's part of the run."""
     # Every error that a config or its data can have is raised before the run's folder is made.
-    tokenizer, tokens, held_out_tokens = read_data(config)
+    objective = make_objective(config)
+    objective.check(world)
     seed_everything(config.seed)
-    model = LengthwiseForCausalLM(model_config(config, len(tokenizer), end=tokenizer.eos_token_id))
-    check_positions(config, model)
-    if config.start_from is not None:
-        start_weights(model, config.start_from, tokenizer)
-    batches = Batches(tokens, length=config.length, seed=config.seed)
-    validation = Validation(config, held_out_tokens, model)
+    model = objective.make_model()
+    validation = objective.held_out(model)
     with ExitStack() as stack:
         writer = world.on_first(lambda: stack.enter_context(RunWriter(config.out)))
-        checkpoint = world.from_first(lambda: open_run(config, writer, tokens))
+        checkpoint = world.from_first(lambda: open_run(config, writer, objective.data_hash))
         if world.from_first(lambda: Run(config.out).is_finished):
             return
 
         if config.recompute:
             model.gradient_checkpointing_enable()
         dtype = matmul_dtype(config, world.device)
-        summed_loss = world.wrap(SummedLoss(model), model.transformer.h, dtype)
+        layers: Any = model.base_model.h
+        summed_loss = world.wrap(SummedLoss(model, objective), layers, dtype)
         optimizers = Optimizers(config, model)
         start, seconds = 0, 0.0
         seed_everything(config.seed, world.rank)
@@ -99,7 +94,6 @@ def run(config: ResolvedTrainConfig, world: World) -> None:
 
         forward = torch.compile(summed_loss) if config.compile else summed_loss
         parameters = list(model.parameters())
-        targets = config.sequences * (config.length - 1)
         signals = stack.enter_context(SignalHandler(ignore_repeats=world.size > 1))
         progress = ProgressLog(start=start, steps=config.steps, every=config.log_every, quiet=not world.is_first)
         stack.callback(progress.close)
@@ -120,10 +114,10 @@ def run(config: ResolvedTrainConfig, world: World) -> None:
                 steps=config.steps,
             )
             total = torch.zeros(2, dtype=torch.float64, device=world.device)
-            for ids, positions, is_last in micro_batches(config, batches, step, world):
+            for inputs, is_last in micro_batches(config, objective, step, world):
                 with world.sync_gradients(summed_loss, last=is_last):
                     with torch.autocast(world.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-                        loss = forward(ids, positions) / targets
+                        loss = forward(*inputs) / objective.targets
                     # Processes average their gradients, but the loss is the sum of their parts.
                     (loss * world.size).backward()
                 total[0] += loss.detach()
@@ -146,7 +140,7 @@ def run(config: ResolvedTrainConfig, world: World) -> None:
             tensorboard.add(line)
             progress.add(line, config.batch_tokens)
             if step % config.checkpoint_every == 0 or step == config.steps or stopping:
-                note = {"step": step, "seconds": line["seconds"], "tokens": line["tokens"], "data": tokens.sha256}
+                note = {"step": step, "seconds": line["seconds"], "tokens": line["tokens"], "data": objective.data_hash}
                 save_checkpoint(config, world, writer, model, optimizers, note)
             if stopping and step < config.steps:
                 raise Stopped(
@@ -156,7 +150,7 @@ def run(config: ResolvedTrainConfig, world: World) -> None:
                 )
 
         weights = whole_weights(model)
-        world.on_first(lambda: save_final(config, writer, model, weights, tokenizer))
+        world.on_first(lambda: save_final(config, writer, model, weights, objective.save))
 
 
 def learning_rate(step: int, *, highest: float, final: float, warmup: int, steps: int) -> float:
@@ -172,19 +166,20 @@ def learning_rate(step: int, *, highest: float, final: float, warmup: int, steps
 
 
 def micro_batches(
-    config: ResolvedTrainConfig, batches: Batches, step: int, world: World
-) -> Iterator[tuple[Tensor, Tensor | None, bool]]:
-    """This process's sequences of a step, a few at a time: tokens, positions, and whether they are the last."""
+    config: ResolvedTrainConfig, objective: Objective, step: int, world: World
+) -> Iterator[tuple[Inputs, bool]]:
+    """This process's part of a step, a few sequences at a time: the inputs, and whether they are the last."""
     own = world.own_part(config.sequences)
     first = (step - 1) * config.sequences
     for start in range(own.start, own.stop, config.micro_batch):
         stop = min(start + config.micro_batch, own.stop)
-        ids = batches.read(first + start, stop - start)
-        positions = document_positions(ids, batches.tokens.end) if config.separate_documents else None
-        if config.positions is not None:
-            rule = PositionRule.parse(config.positions, config.length)
-            positions = rule.draw(first + start, stop - start, config.length, seed=config.seed)
-        yield ids.to(world.device), None if positions is None else positions.to(world.device), stop == own.stop
+        inputs = objective.inputs(first + start, stop - start)
+        yield tuple(None if x is None else x.to(world.device) for x in inputs), stop == own.stop
+
+
+def make_objective(config: ResolvedTrainConfig) -> Objective:
+    """The objective of a run, with its data."""
+    return ContrastiveObjective(config) if config.objective == "contrastive" else TokenObjective(config)
 
 
 def not_finite(config: ResolvedTrainConfig, step: int, loss: float, gradient: float) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon
 
-from lengthwise.model import LengthwiseForCausalLM
+from lengthwise.model.modeling import LengthwisePreTrainedModel
 from lengthwise.train.config import ResolvedTrainConfig
 from lengthwise.train.distributed import encoding_parameters, split_by_sharding
 
@@ -43,7 +43,7 @@ class StackedMuon(Muon):
 class Optimizers:
     """All optimizers of a run as one."""
 
-    def __init__(self, config: ResolvedTrainConfig, model: LengthwiseForCausalLM) -> None:
+    def __init__(self, config: ResolvedTrainConfig, model: LengthwisePreTrainedModel) -> None:
         self.learning_rate = config.learning_rate
         stacked = model.block_matrices() if config.optimizer == "muon" else {}
         if config.optimizer == "muon" and not stacked:

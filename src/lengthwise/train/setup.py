@@ -9,21 +9,26 @@ from transformers import PreTrainedTokenizerFast
 
 from lengthwise.data import Split, Tokens, load_tokenizer, prepare
 from lengthwise.data.sources import resolve
-from lengthwise.data.tokenizers import tokenizer_hash
+from lengthwise.data.tokenizers import tokenizer_hash, with_mask_token
 from lengthwise.encodings import Encoding
-from lengthwise.loading import load_model
-from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
+from lengthwise.loading import load_model, resolve_checkpoint
+from lengthwise.model import LengthwiseConfig, LengthwiseEncoderConfig, LengthwiseForCausalLM, LengthwiseForMaskedLM
+from lengthwise.model.modeling import LengthwisePreTrainedModel
 from lengthwise.train.config import ResolvedTrainConfig, TrainConfig
 from lengthwise.train.distributed import encoding_parameters
 from lengthwise.train.positions import PositionRule
 
 GPT2_VOCABULARY = 50_257
+MODELS: dict[str, type[LengthwisePreTrainedModel]] = {"causal": LengthwiseForCausalLM, "mlm": LengthwiseForMaskedLM}
+"""The model of each objective that predicts tokens."""
 
 
 def read_data(config: ResolvedTrainConfig) -> tuple[PreTrainedTokenizerFast, Tokens, Tokens]:
     """The tokenizer, the tokens to train on and the held-out ones; processes of one machine wait for the first."""
     verify = os.environ.get("LOCAL_RANK", "0") == "0"
     tokenizer = load_tokenizer(config.tokenizer, source=config.data)
+    if config.objective == "mlm":
+        tokenizer = with_mask_token(tokenizer, config.tokenizer)
     splits: tuple[Split, Split] = ("fitting", "validation") if config.tuning else ("train", "held-out")
     if config.held_out is None:
         train, held_out = (prepare(config.data, tokenizer, split=split, verify=verify) for split in splits)
@@ -33,10 +38,13 @@ def read_data(config: ResolvedTrainConfig) -> tuple[PreTrainedTokenizerFast, Tok
     return tokenizer, train, held_out
 
 
-def model_config(config: ResolvedTrainConfig, vocabulary: int, *, end: int | None = None) -> LengthwiseConfig:
+def model_config(
+    config: ResolvedTrainConfig, vocabulary: int, *, end: int | None = None, padding: int | None = None
+) -> LengthwiseConfig:
     """The model's config; the vocabulary is rounded up to 64, which suits matrix units: 50,257 is 50,304."""
     sizes = {"n_positions": config.length, "vocab_size": -(-vocabulary // 64) * 64} | (config.sizes or {})
-    return LengthwiseConfig.preset(
+    config_class = LengthwiseConfig if config.objective == "causal" else LengthwiseEncoderConfig
+    return config_class.preset(
         config.preset,
         encoding=config.encoding,
         encoding_options=config.encoding_options,
@@ -44,8 +52,19 @@ def model_config(config: ResolvedTrainConfig, vocabulary: int, *, end: int | Non
         layers=config.layers,
         bos_token_id=end,
         eos_token_id=end,
+        pad_token_id=padding,
         **sizes,
     )
+
+
+def make_model(config: ResolvedTrainConfig, tokenizer: PreTrainedTokenizerFast) -> LengthwisePreTrainedModel:
+    """The model that predicts tokens, before its first step."""
+    padding = tokenizer.pad_token_id if config.objective == "mlm" else None
+    own = model_config(config, len(tokenizer), end=tokenizer.eos_token_id, padding=padding)
+    model: LengthwisePreTrainedModel = MODELS[config.objective](own)
+    if config.start_from is not None:
+        start_weights(model, config.start_from, tokenizer)
+    return model
 
 
 def matmul_dtype(config: ResolvedTrainConfig, device: torch.device) -> torch.dtype:
@@ -55,7 +74,7 @@ def matmul_dtype(config: ResolvedTrainConfig, device: torch.device) -> torch.dty
     return torch.bfloat16 if config.precision == "bfloat16" else torch.float32
 
 
-def check_positions(config: ResolvedTrainConfig, model: LengthwiseForCausalLM) -> None:
+def check_positions(config: ResolvedTrainConfig, model: LengthwisePreTrainedModel) -> None:
     """An error for drawn positions that are malformed, or beyond what an encoding has."""
     if config.positions is None:
         return
@@ -68,7 +87,7 @@ def check_positions(config: ResolvedTrainConfig, model: LengthwiseForCausalLM) -
         )
 
 
-def start_weights(model: LengthwiseForCausalLM, source: str, tokenizer: PreTrainedTokenizerFast) -> None:
+def start_weights(model: LengthwisePreTrainedModel, source: str, tokenizer: PreTrainedTokenizerFast) -> None:
     """Give a new model the weights of another one's parts, all but its encodings, which may be others."""
     other = load_model(source)
     if other.tokenizer is None or tokenizer_hash(other.tokenizer) != tokenizer_hash(tokenizer):
@@ -87,9 +106,11 @@ def start_weights(model: LengthwiseForCausalLM, source: str, tokenizer: PreTrain
 def dry_run(config: TrainConfig) -> str:
     """A few lines on what would be trained; every error that a config alone can have is raised."""
     resolved = config.resolved()
+    if resolved.objective == "contrastive":
+        return _contrastive_dry_run(resolved)
     resolve(resolved.data)
     with torch.device("meta"):
-        model = LengthwiseForCausalLM(model_config(resolved, vocabulary_size(resolved.tokenizer)))
+        model = MODELS[resolved.objective](model_config(resolved, vocabulary_size(resolved)))
     check_positions(resolved, model)
     learned = sum(parameter.numel() for parameter in encoding_parameters(model))
     tokens = resolved.steps * resolved.batch_tokens
@@ -105,10 +126,26 @@ def dry_run(config: TrainConfig) -> str:
     )
 
 
-def vocabulary_size(tokenizer: str) -> int:
-    """The size of a tokenizer, which is not learned or downloaded for it."""
+def _contrastive_dry_run(config: ResolvedTrainConfig) -> str:
+    assert config.start_from is not None
+    pairs = f"{config.sequences:,} pairs a step, with {config.hard_negatives} hard negative(s) each"
+    return "\n".join(
+        (
+            f"model     {resolve_checkpoint(config.start_from)}, pooled by {config.pooling}",
+            f"data      {config.data}, documents of {config.length:,} tokens",
+            f"pairs     {pairs}, {config.steps:,} steps",
+            f"rate      {config.optimizer}, up to {config.learning_rate:g} in {config.warmup:,} steps, then down to "
+            f"{config.final_learning_rate:g}",
+        )
+    )
+
+
+def vocabulary_size(config: ResolvedTrainConfig) -> int:
+    """The size of a run's tokenizer, which is not learned or downloaded for it."""
+    tokenizer, more = config.tokenizer, int(config.objective == "mlm")
     if match := re.fullmatch(r"bpe:(\d+)", tokenizer):
-        return int(match[1])
+        return int(match[1]) + more
     if tokenizer == "gpt2" and not Path(tokenizer).exists():
-        return GPT2_VOCABULARY
-    return len(load_tokenizer(tokenizer))
+        return GPT2_VOCABULARY + more
+    loaded = load_tokenizer(tokenizer)
+    return len(with_mask_token(loaded, tokenizer) if more else loaded)

@@ -5,6 +5,7 @@ The held-out loss is a quick estimate; `lengthwise evaluate` is the measurement.
 
 import logging
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from lengthwise.data import Tokens
 from lengthwise.data.tokens import document_positions
 from lengthwise.encodings import Encoding
 from lengthwise.inspect import position_maps
-from lengthwise.model import LengthwiseForCausalLM
+from lengthwise.model.modeling import LengthwisePreTrainedModel
 from lengthwise.train.checkpoint import whole_weights
 from lengthwise.train.config import ResolvedTrainConfig
 from lengthwise.train.distributed import World
@@ -25,12 +26,27 @@ log = logging.getLogger(__name__)
 RESOLUTION = 128
 """Tiles along a side of a map that has no structure to describe it by."""
 
+SEED = 0
+"""Of what is drawn for held-out sequences: the same every time, and in every run."""
+
+
+class TargetRule(Protocol):
+    """Which tokens of a sequence are predicted."""
+
+    def targets(self, length: int) -> int:
+        """How many of a sequence."""
+        ...
+
+    def draw(self, ids: Tensor, first: int, *, seed: int) -> tuple[Tensor, Tensor]:
+        """What the model reads, and the labels; `first` is the number of the first sequence."""
+        ...
+
 
 class Validation:
     """Sequences from the start of the held-out text, the same every time, at each of a few lengths."""
 
-    def __init__(self, config: ResolvedTrainConfig, tokens: Tokens, model: nn.Module) -> None:
-        self.config, self.tokens = config, tokens
+    def __init__(self, config: ResolvedTrainConfig, tokens: Tokens, model: nn.Module, rule: TargetRule) -> None:
+        self.config, self.tokens, self.rule = config, tokens, rule
         limit = min((e.limit for e in model.modules() if isinstance(e, Encoding) and e.limit), default=None)
         self.lengths = config.evaluate_lengths or [config.length, 2 * config.length, 4 * config.length]
         required = self.lengths if config.evaluate_lengths else self.lengths[:1]
@@ -76,15 +92,16 @@ class Validation:
             rows = [self.tokens.read(i * length, length) for i in range(first, min(first + at_once, count))]
             tokens = torch.from_numpy(np.stack(rows))
             positions = document_positions(tokens, self.tokens.end) if self.config.separate_documents else None
-            nats = loss(tokens.to(world.device), None if positions is None else positions.to(world.device))
+            inputs = *self.rule.draw(tokens, first, seed=SEED), positions
+            nats = loss(*(None if x is None else x.to(world.device) for x in inputs))
             if own < len(starts):
-                total += torch.tensor([float(nats), tokens.numel() - len(rows)], dtype=torch.float64)
+                total += torch.tensor([float(nats), len(rows) * self.rule.targets(length)], dtype=torch.float64)
         losses, targets = world.sum(total.to(world.device)).tolist()
         return losses / targets
 
 
 def save_map_snapshot(
-    path: Path, model: LengthwiseForCausalLM, ids: Int[Tensor, "batch position"], world: World
+    path: Path, model: LengthwisePreTrainedModel, ids: Int[Tensor, "batch position"], world: World
 ) -> None:
     """The bias of every head of every layer, or the scores of an encoding without one. All processes take part."""
     weights = whole_weights(model) if world.sharded else None
@@ -94,7 +111,7 @@ def save_map_snapshot(
     with torch.random.fork_rng(devices=devices):
         if weights is not None:
             with world.device:
-                model = LengthwiseForCausalLM(model.config)
+                model = type(model)(model.config)
             for name, parameter in model.named_parameters():
                 parameter.data.copy_(weights[name])
         quantity: Quantity = "bias" if model.config.overrides("bias", everywhere=True) else "scores"

@@ -152,13 +152,20 @@ def panel(
 
 
 def annotate(axes: Axes, layer_map: LayerMap, head: int) -> None:
-    """The two spreads: in the empty half under causality, else above the panel's right corner."""
-    context, diagonals = (float(x[head]) for x in (layer_map.context_dependence, layer_map.diagonal_spread))
-    note = f"context {format_number(context)}\ndiagonals {format_number(diagonals)}"
+    """A head's numbers, in the empty half under causality, else above the panel's right corner."""
+    note = corner_note(layer_map, head)
     if layer_map.causal:
         axes.text(0.97, 0.97, note, transform=axes.transAxes, size=4.8, color=GREY, ha="right", va="top")
     else:
         axes.text(1.0, 1.01, note, transform=axes.transAxes, size=3.6, color=GREY, ha="right", va="bottom")
+
+
+def corner_note(layer_map: LayerMap, head: int) -> str:
+    """The two spreads of a head, and its asymmetry where it has two sides."""
+    numbers = {"context": layer_map.context_dependence, "diagonals": layer_map.diagonal_spread}
+    if not layer_map.causal:
+        numbers["sides"] = layer_map.asymmetry
+    return "\n".join(f"{name} {format_number(float(x[head]))}" for name, x in numbers.items())
 
 
 def heading(maps: LayerMaps, layer_map: LayerMap) -> str:
@@ -172,9 +179,10 @@ def heading(maps: LayerMaps, layer_map: LayerMap) -> str:
 def legend(maps: LayerMaps) -> str:
     """What the numbers in the corners mean."""
     over = f"over {maps.sequences} sequences" if maps.sequences > 1 else "over sequences (there was only one)"
+    sides = "" if maps.maps[0].causal else "; sides: how far left and right differ, from 0 to 1"
     return (
         f"context: spread {over} at the same query and key, 0 where the tokens do not matter; "
-        "diagonals: spread along them, 0 where only distance matters"
+        f"diagonals: spread along them, 0 where only distance matters{sides}"
     )
 
 

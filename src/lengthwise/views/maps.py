@@ -76,6 +76,23 @@ class LayerMap:
         """How many heads."""
         return len(self.diagonal_spread)
 
+    @property
+    def asymmetry(self) -> Float[Tensor, " head"]:
+        """How far each head tells left from right; NaN under causality, and where queries are not the keys.
+
+        The odd part of its mean by distance as a share of how far that varies, over all pairs: 0 where both sides are
+        alike, 1 where one is the other turned over.
+        """
+        mean = self.profile.mean.double()
+        if self.causal or self.queries != self.keys or mean.shape[1] != 2 * self.keys - 1:
+            return torch.full((self.heads,), torch.nan)
+        pairs = (self.keys - self.profile.distances.abs()).double() * mean.isfinite() * mean.flip(1).isfinite()
+        mean = mean.nan_to_num()
+        centre = (pairs * mean).sum(1, keepdim=True) / pairs.sum(1, keepdim=True)
+        odd, whole = (mean - mean.flip(1)) / 2, mean - centre
+        varies = (pairs * whole.square()).sum(1)
+        return ((pairs * odd.square()).sum(1) / varies).where(varies > 0, 0).sqrt().float()
+
     def pooled(self, resolution: int = 512) -> Tiles:
         """The map as tiles, at most `resolution` along either side where it is described, else as it was stored."""
         if self.described is not None:
@@ -162,6 +179,11 @@ class LayerMaps:
     def diagonal_spread(self) -> Float[Tensor, "layer head"]:
         """How far maps are from uniform diagonals."""
         return torch.stack([layer_map.diagonal_spread for layer_map in self.maps])
+
+    @property
+    def asymmetry(self) -> Float[Tensor, "layer head"]:
+        """How far heads tell left from right; NaN under causality."""
+        return torch.stack([layer_map.asymmetry for layer_map in self.maps])
 
     @property
     def title(self) -> str:

@@ -151,6 +151,11 @@ class Family(ABC):
         """Report every call of the selected layers while the context is open; the model is left as it was."""
 
     @property
+    def causal(self) -> bool:
+        """Whether what `position_bias` gives is for causal attention."""
+        return True
+
+    @property
     def undescribed(self) -> str | None:
         """Why the bias of this very model cannot be described; None if it can."""
         return None

@@ -61,6 +61,11 @@ class LengthwiseFamily(Family):
         assert isinstance(encoding, Encoding)
         return encoding
 
+    @property
+    def causal(self) -> bool:
+        """False for encoders."""
+        return self.model.config.causal
+
     def position_bias(self, layer: int, length: int) -> Bias | None:
         """What a context-free encoding adds; nothing else in a layer may change it."""
         encoding = self.encoding_of(self.layers[layer])
@@ -69,7 +74,7 @@ class LengthwiseFamily(Family):
         if not encoding.context_free or changed:
             return None
         x = torch.zeros(1, length, self.model.config.n_embd, dtype=self.model.dtype, device=self.model.device)
-        return encoding.bias(x, layout(x))
+        return encoding.bias(x, layout(x, causal=self.causal))
 
     @contextmanager
     def capture(self, on_record: OnRecord, selected: Selected) -> Iterator[None]:
@@ -119,7 +124,14 @@ class _Calls:
         rotary = None
         if encoding.overrides("rotate") and not encoding.turns_by_state:
             rotary = _rotary(layer, encoding, self.tokens[layer.layer_idx], own_layout)
-        record = record_of(call, layer.layer_idx, out, causal=True, context_free=encoding.context_free, rotary=rotary)
+        record = record_of(
+            call,
+            layer.layer_idx,
+            out,
+            causal=own_layout.causal,
+            context_free=encoding.context_free,
+            rotary=rotary,
+        )
         self.on_record(record)
 
 
@@ -151,7 +163,7 @@ def _rotary(layer: LengthwiseAttention, encoding: Encoding, x: Tensor, own_layou
         q, k, _ = layer.project(x)
         return q, k
 
-    counted = layout(x)
+    counted = layout(x, causal=own_layout.causal)
     return Rotary(unrotated, lambda q, k: layer.turn(encoding, q, k, counted), own_layout.query_mask)
 
 

@@ -66,6 +66,7 @@ def _layer(layer_map: LayerMap, detail: Mapping[int, Tensor]) -> dict[str, Any]:
         "causal": layer_map.causal,
         "context": [None if bool(x.isnan()) else float(x) for x in layer_map.context_dependence],
         "diagonal": [float(x) for x in layer_map.diagonal_spread],
+        "asymmetry": None if layer_map.causal else [None if bool(x.isnan()) else float(x) for x in layer_map.asymmetry],
         "matrix": described or (None if tiles is None else _tiles(tiles)),
         # Where only distance matters the page reads the profile off the last row.
         "profile": None

@@ -119,6 +119,10 @@ const MEASURES = {
     of: (layer, head) => (layer.context[head] === null ? NaN : layer.context[head]),
     note: "Context-dependence: the spread over sequences at the same query and key; 0 where tokens do not matter.",
   },
+  asymmetry: {
+    of: (layer, head) => (layer.asymmetry ? (layer.asymmetry[head] ?? NaN) : NaN),
+    note: "Asymmetry: how far left and right of the diagonal differ, from 0 to 1; only where both are seen.",
+  },
 };
 
 /** Layers and heads of a side in the order asked for, each with the measure it is sorted by. */

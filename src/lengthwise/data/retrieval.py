@@ -1,0 +1,306 @@
+"""Sets to retrieve from, and pairs to learn it from: queries, documents, and which document answers which query.
+
+    stdlib          find the place in the standard library that a docstring was cut out of
+    a folder        corpus.jsonl, queries.jsonl and qrels/test.tsv, as BEIR and MTEB have them
+    a .jsonl file   pairs to train on: {"query": ..., "positive": ..., "negatives": [...]} a line
+
+Modules of the standard library are cut into parts of about 3,000 characters, each a document. A docstring of a part,
+its first paragraph, is a query; the whole docstring is cut out of the part, or it would be string matching. Queries
+whose words stand anywhere else in the set are left out. The split is that of the text: a model that was trained on
+"stdlib" has seen nothing of the held-out parts.
+
+At a length every document of "stdlib" has exactly that many tokens: those around the place of its docstring, and where
+the part is shorter, filler that says nothing, before and after it by a share that the document's name decides. Other
+sets are cut to their first tokens, as usual.
+"""
+
+import ast
+import hashlib
+import inspect
+import json
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lengthwise.data.sources import TOPICS, Split, StdlibSource, held_out_row, read_text
+from lengthwise.data.tokenizers import encode, encode_with_offsets, surrounding_tokens
+from lengthwise.errors import UserError
+
+PART = 3_000
+"""Characters of a part of a module, about 1,000 tokens of a small vocabulary."""
+WORDS = range(6, 81)
+"""How many words a query may have."""
+QUERY_TOKENS = 64
+"""Tokens of a query at most."""
+FILLER = "# This line says nothing about the text around it.\n"
+
+
+class RetrievalError(UserError, ValueError):
+    """A set that nothing can be retrieved from, or pairs that nothing can be learned from."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text; `place` is the character that a window of it is taken around, None for windows from its start."""
+
+    name: str
+    text: str
+    place: int | None = None
+
+    def tokens(self, tokenizer: PreTrainedTokenizerBase, length: int) -> list[int]:
+        """At most `length` tokens with those that the tokenizer puts around; exactly as many where it has a place."""
+        before, after = surrounding_tokens(tokenizer)
+        return [*before, *self._body(tokenizer, length - len(before) - len(after)), *after]
+
+    def _body(self, tokenizer: PreTrainedTokenizerBase, length: int) -> list[int]:
+        ids, offsets = encode_with_offsets(tokenizer, self.text)
+        if self.place is None:
+            return ids[:length]
+        centre = next((i for i, (begin, _) in enumerate(offsets) if begin >= self.place), len(ids))
+        first = max(0, min(centre - length // 2, len(ids) - length))
+        window = ids[first : first + length]
+        missing = length - len(window)
+        if not missing:
+            return window
+        filler, _ = encode_with_offsets(tokenizer, FILLER)
+        every = (filler * (missing // len(filler) + 1))[:missing]
+        share = _number(self.name) % (missing + 1)
+        return [*every[:share], *window, *every[share:]]
+
+
+@dataclass(frozen=True)
+class RetrievalSet:
+    """Queries and documents; `relevant` has the numbers of the documents that answer each query."""
+
+    name: str
+    queries: list[str]
+    documents: list[Document]
+    relevant: list[frozenset[int]]
+    groups: list[str]
+    """What each query belongs to: queries of one group are alike, and are resampled together."""
+
+    def __post_init__(self) -> None:
+        if not self.documents or not self.queries:
+            raise RetrievalError(
+                f"a set to retrieve from must have queries and documents, got {len(self.queries)} queries and "
+                f"{len(self.documents)} documents in {self.name}"
+            )
+        for query, answers in zip(self.queries, self.relevant, strict=True):
+            if not answers:
+                raise RetrievalError(f"every query must have a relevant document, got {query[:60]!r} without one")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A query, the document that answers it, and documents that nearly do."""
+
+    query: str
+    positive: Document
+    negatives: tuple[Document, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of a module, and the query that was cut out of it, if any."""
+
+    module: str
+    document: Document
+    query: str | None
+
+
+def retrieval_set(name: str, split: Split = "held-out") -> RetrievalSet:
+    """The set of that name; the split is for "stdlib"."""
+    check_set(name)
+    return _stdlib_set(split) if name == "stdlib" else _folder_set(Path(name))
+
+
+def check_set(name: str) -> None:
+    """An error unless there is a set of that name."""
+    if name != "stdlib" and not (Path(name) / "corpus.jsonl").is_file():
+        raise RetrievalError(
+            "a set to retrieve from must be 'stdlib' or a folder with corpus.jsonl, queries.jsonl and qrels/test.tsv, "
+            f"got {name!r}"
+        )
+
+
+def training_pairs(name: str, split: Split = "train") -> list[Pair]:
+    """The pairs of one split of a source, in the same order every time."""
+    if name == "stdlib":
+        pairs = _stdlib_pairs(split)
+    elif name.endswith(".jsonl") and Path(name).is_file():
+        every = list(_file_pairs(Path(name)))
+        pairs = [pair for row, pair in enumerate(every) if split == "all" or held_out_row(row) == (split == "held-out")]
+    else:
+        raise RetrievalError(
+            f"pairs to train on must be 'stdlib' or a .jsonl file with query, positive and negatives, got {name!r}"
+        )
+    if not pairs:
+        raise RetrievalError(f"the {split} split of {name!r} must have a pair to train on, got none")
+    return pairs
+
+
+def query_tokens(tokenizer: PreTrainedTokenizerBase, query: str) -> list[int]:
+    """The tokens of a query with those that the tokenizer puts around it."""
+    before, after = surrounding_tokens(tokenizer)
+    body = encode(tokenizer, query, add_special_tokens=False)
+    return [*before, *body[: QUERY_TOKENS - len(before) - len(after)], *after]
+
+
+def pairs_hash(pairs: Sequence[Pair]) -> str:
+    """The same for the same pairs."""
+    digest = hashlib.sha256()
+    for pair in pairs:
+        for text in (pair.query, pair.positive.text, *(negative.text for negative in pair.negatives)):
+            digest.update(text.encode("utf-8", "surrogatepass") + b"\0")
+    return digest.hexdigest()
+
+
+def _stdlib_set(split: Split) -> RetrievalSet:
+    parts = _unique(list(_stdlib_parts(split)))
+    asking = [(number, part) for number, part in enumerate(parts) if part.query is not None]
+    return RetrievalSet(
+        "stdlib",
+        [part.query or "" for _, part in asking],
+        [part.document for part in parts],
+        [frozenset({number}) for number, _ in asking],
+        [part.module for _, part in asking],
+    )
+
+
+def _stdlib_pairs(split: Split) -> list[Pair]:
+    """Each query with its part; another part of the same module, if there is one, nearly answers it."""
+    modules: dict[str, list[_Part]] = {}
+    for part in _stdlib_parts(split):
+        modules.setdefault(part.module, []).append(part)
+    pairs = []
+    for parts in modules.values():
+        for number, part in enumerate(parts):
+            if part.query is not None:
+                others = parts[:number] + parts[number + 1 :]
+                near = (others[_number(part.document.name) % len(others)].document,) if others else ()
+                pairs.append(Pair(part.query, part.document, near))
+    return pairs
+
+
+def _stdlib_parts(split: Split) -> Iterator[_Part]:
+    source = StdlibSource()
+    for name in source.names:
+        if name.startswith(f"{TOPICS}/") or (split != "all" and (name in source.held_out) != (split == "held-out")):
+            continue
+        text = "".join(read_text(source.folder / name))
+        try:
+            yield from _module_parts(name, text)
+        except SyntaxError:  # a module for another version of the language
+            continue
+
+
+def _module_parts(module: str, text: str) -> Iterator[_Part]:
+    """The parts of a module, cut at line ends, each without the docstring that is its query."""
+    docstrings = _docstrings(text)
+    begin = 0
+    while begin < len(text):
+        end = text.find("\n", begin + PART) + 1 or len(text)
+        name = f"{module}:{begin}"
+        inside = [d for d in docstrings if begin <= d[0] and d[1] <= end]
+        chosen = min(inside, key=lambda d: _number(f"{module}:{d[0]}"), default=None)
+        if chosen is None:
+            yield _Part(module, Document(name, text[begin:end], (end - begin) // 2), None)
+        else:
+            first, last, query = chosen
+            yield _Part(module, Document(name, text[begin:first] + text[last:end], first - begin), query)
+        begin = end
+
+
+def _docstrings(text: str) -> list[tuple[int, int, str]]:
+    """Where each docstring that can be a query begins and ends, and the query."""
+    lines = text.splitlines(keepends=True)
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of escapes in other people's strings
+        tree = ast.parse(text)
+
+    def place(line: int, column: int) -> int:
+        """The character, of a column in bytes."""
+        return starts[line - 1] + len(lines[line - 1].encode()[:column].decode())
+
+    places = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        content = ast.get_docstring(node, clean=False)
+        query = "" if content is None else " ".join(inspect.cleandoc(content).split("\n\n")[0].split())
+        if len(query.split()) in WORDS:
+            own: Any = node.body[0]
+            places.append((place(own.lineno, own.col_offset), place(own.end_lineno, own.end_col_offset), query))
+    return sorted(places)
+
+
+def _unique(parts: list[_Part]) -> list[_Part]:
+    """The parts, without the queries whose words stand in any document of the set, or in another query."""
+    documents = [" ".join(part.document.text.split()) for part in parts]
+    queries = [part.query for part in parts]
+    return [
+        part
+        if part.query is not None and queries.count(part.query) == 1 and not any(part.query in d for d in documents)
+        else _Part(part.module, part.document, None)
+        for part in parts
+    ]
+
+
+def _folder_set(folder: Path) -> RetrievalSet:
+    documents: list[Document] = []
+    numbers: dict[str, int] = {}
+    for row in _rows(folder / "corpus.jsonl"):
+        numbers[str(row["_id"])] = len(documents)
+        text = f"{row['title']}\n{row['text']}" if row.get("title") else str(row["text"])
+        documents.append(Document(str(row["_id"]), text))
+    answers: dict[str, set[int]] = {}
+    lines = (folder / "qrels" / "test.tsv").read_text(encoding="utf-8").splitlines()
+    for line in lines[1:]:
+        query, document, score = line.split("\t")[:3]
+        if int(score) > 0:
+            if document not in numbers:
+                raise RetrievalError(f"qrels must name documents of corpus.jsonl, got {document!r} in {folder}")
+            answers.setdefault(query, set()).add(numbers[document])
+    judged = {line.split("\t")[0] for line in lines[1:]}
+    queries = [row for row in _rows(folder / "queries.jsonl") if str(row["_id"]) in judged]
+    names = [str(row["_id"]) for row in queries]
+    relevant = [frozenset(answers.get(name, ())) for name in names]
+    return RetrievalSet(folder.name, [str(row["text"]) for row in queries], documents, relevant, names)
+
+
+def _file_pairs(path: Path) -> Iterator[Pair]:
+    for number, row in enumerate(_rows(path), 1):
+        query, positive, negatives = row.get("query"), row.get("positive"), row.get("negatives", [])
+        texts = [query, positive, *(negatives if isinstance(negatives, list) else [None])]
+        if not all(isinstance(text, str) and text for text in texts):
+            raise RetrievalError(
+                f"a pair must have the texts query and positive, and a list of negatives if any, got other fields in "
+                f"{path}, line {number}"
+            )
+        documents = [Document(f"{number}.{i}", text) for i, text in enumerate(texts[1:])]
+        yield Pair(str(query), documents[0], tuple(documents[1:]))
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise RetrievalError(
+                        f"{path} must have one JSON object a line, got line {number}: {error}"
+                    ) from None
+                yield row
+
+
+def _number(name: str) -> int:
+    """A number that a name decides, the same everywhere."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")

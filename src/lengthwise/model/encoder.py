@@ -1,0 +1,188 @@
+"""The two-sided twin of the causal model, as a model of transformers: every token sees those after it too.
+
+    x = wte[token]                                   encoding.embed(x, layout), once
+    x = x + attn(ln_1(x))                            the blocks of modeling.py; attention in the two-sided form
+    x = x + mlp(ln_2(x))
+    logits = ln_f(x) wte^T                           of the tokens that are masked, for LengthwiseForMaskedLM
+
+Padding costs nothing: the tokens that are not padding go through the layers as one row in which every sequence is a
+document. Where the layers themselves are looked at (hidden states, weights), under other attention functions and in
+compiled graphs, they go padded; both give the same vectors. At padding the unpadded way gives 0.
+"""
+
+from typing import Any, Unpack
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput, SequenceClassifierOutput
+from transformers.utils.generic import TransformersKwargs, can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
+
+from lengthwise.errors import check_choice
+from lengthwise.model.attention import NAME
+from lengthwise.model.configuration import POOLINGS, LengthwiseEncoderConfig
+from lengthwise.model.layout import is_in_one_piece, packed_layout
+from lengthwise.model.losses import IGNORED, head_loss
+from lengthwise.model.modeling import LengthwisePreTrainedModel, LengthwiseTransformer, checked_input
+from lengthwise.token_layout import TokenLayout, Window
+
+
+class LengthwiseEncoder(LengthwiseTransformer):
+    """The two-sided transformer without a head."""
+
+    config: LengthwiseEncoderConfig
+
+    @capture_outputs  # type: ignore[untyped-decorator]
+    def forward(  # type: ignore[misc]
+        self,
+        input_ids: Int[Tensor, "batch token"] | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Int[Tensor, "#batch token"] | None = None,
+        inputs_embeds: Float[Tensor, "batch token width"] | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutput:
+        """The tokens after the last layer.
+
+        attention_mask  1 for tokens, 0 for padding, or (batch, heads or 1, token, token) with what each token sees
+        position_ids    positions that restart begin a new document, which sees nothing of the others
+        """
+        tokens = checked_input(input_ids, inputs_embeds)
+        x = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
+        weights = bool(kwargs.get("output_attentions", self.config.output_attentions))
+        looked_at = weights or bool(kwargs.get("output_hidden_states", self.config.output_hidden_states))
+        if not looked_at and self._can_unpad(tokens, attention_mask, position_ids):
+            assert attention_mask is not None
+            real = attention_mask.to(device=x.device, dtype=torch.bool)
+            layouts: dict[Window | None, TokenLayout] = dict.fromkeys([None, *self.windows], packed_layout(real))
+            packed: Tensor = self.run_layers(x[real][None], layouts, {})
+            padded = packed.new_zeros(*real.shape, packed.shape[-1])
+            restored: Any = padded.masked_scatter(real[..., None], packed)
+            return BaseModelOutput(last_hidden_state=restored)
+        layouts, masks = self._layouts(tokens, attention_mask, position_ids, None)
+        return BaseModelOutput(last_hidden_state=self.run_layers(x, layouts, masks, output_attentions=weights))
+
+    def _can_unpad(self, tokens: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> bool:
+        """Whether there is padding that can be left out."""
+        if mask is None or position_ids is not None or mask.shape != tokens.shape[:2]:
+            return False
+        if self.config._attn_implementation != NAME or torch.compiler.is_compiling():
+            return False
+        real = mask.bool()
+        return not bool(real.all()) and is_in_one_piece(real)
+
+
+class LengthwiseForMaskedLM(LengthwisePreTrainedModel):
+    """The two-sided transformer with a head that predicts masked tokens from those around them."""
+
+    config: LengthwiseEncoderConfig
+    _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}
+
+    def __init__(self, config: LengthwiseEncoderConfig) -> None:
+        super().__init__(config)
+        self.transformer = LengthwiseEncoder(config)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(  # type: ignore[misc]
+        self,
+        input_ids: Int[Tensor, "batch token"] | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Int[Tensor, "#batch token"] | None = None,
+        inputs_embeds: Float[Tensor, "batch token width"] | None = None,
+        labels: Int[Tensor, "batch token"] | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> MaskedLMOutput:
+        """Logits of every token, and the loss of predicting each label in its own place; -100 is left out."""
+        out = self.transformer(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+        logits = self.lm_head(out.last_hidden_state)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
+        return MaskedLMOutput(loss=loss, logits=logits, hidden_states=out.hidden_states, attentions=out.attentions)
+
+    def loss(
+        self,
+        input_ids: Int[Tensor, "batch token"],
+        labels: Int[Tensor, "batch token"],
+        *,
+        attention_mask: Tensor | None = None,
+        position_ids: Int[Tensor, "#batch token"] | None = None,
+        reduction: str = "mean",
+    ) -> Tensor:
+        """The loss of `forward`, with logits for the labelled tokens alone, which are few.
+
+        reduction is "mean", "sum", or, where no gradient is wanted, "none": (batch, token) losses, 0 where left out.
+        """
+        if labels.shape != input_ids.shape:
+            raise ValueError(f"labels must have the input's shape, {tuple(input_ids.shape)}, got {tuple(labels.shape)}")
+        x = self.transformer(input_ids, attention_mask=attention_mask, position_ids=position_ids).last_hidden_state
+        if torch.compiler.is_compiling():  # how many are labelled is not known there
+            return head_loss(x, self.lm_head.weight, labels, reduction=reduction)
+        labels = labels.to(x.device)
+        labelled = labels != IGNORED
+        losses = head_loss(x[labelled][None], self.lm_head.weight, labels[labelled][None], reduction=reduction)
+        if reduction != "none":
+            return losses
+        return losses.new_zeros(labels.shape).masked_scatter(labelled, losses)
+
+
+class LengthwiseForSequenceClassification(LengthwisePreTrainedModel):
+    """The two-sided transformer with a head that gives a text one of `num_labels` classes, or a number."""
+
+    config: LengthwiseEncoderConfig
+
+    def __init__(self, config: LengthwiseEncoderConfig) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.transformer = LengthwiseEncoder(config)
+        self.score = nn.Linear(config.n_embd, int(config.num_labels or 2))
+        self.post_init()
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(  # type: ignore[misc]
+        self,
+        input_ids: Int[Tensor, "batch token"] | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Int[Tensor, "#batch token"] | None = None,
+        inputs_embeds: Float[Tensor, "batch token width"] | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> SequenceClassifierOutput:
+        """Logits (batch, num_labels) from the pooled tokens of each text, and the loss of labels if there are any."""
+        out = self.transformer(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+        x = out.last_hidden_state
+        real = None if attention_mask is None or attention_mask.ndim != 2 else attention_mask.to(x.device).bool()
+        logits = self.score(pool_tokens(x, real, self.config.pooling))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels=labels, pooled_logits=logits, logits=logits, config=self.config, **kwargs)
+        return SequenceClassifierOutput(
+            loss=loss, logits=logits, hidden_states=out.hidden_states, attentions=out.attentions
+        )
+
+
+def pool_tokens(
+    x: Float[Tensor, "batch token width"], mask: Bool[Tensor, "batch token"] | None, pooling: str = "mean"
+) -> Float[Tensor, "batch width"]:
+    """One vector a text, of the vectors of its tokens: their mean, or that of the first; padding does not count."""
+    check_choice("pooling", pooling, POOLINGS)
+    if mask is None:
+        return x.mean(1) if pooling == "mean" else x[:, 0]
+    if pooling == "mean":
+        return (x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
+    first: Any = mask.int().argmax(1)
+    return x[torch.arange(x.shape[0], device=x.device), first]

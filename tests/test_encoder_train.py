@@ -1,0 +1,213 @@
+"""Masked and contrastive training: what is drawn, that a resumed run is the run that was not, and what is refused."""
+
+import dataclasses
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+from train_kit import assert_same_run, in_processes, numbers, small_config
+from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
+
+from lengthwise.cli import main
+from lengthwise.data.retrieval import Pair, RetrievalError, pairs_hash, training_pairs
+from lengthwise.data.tokenizers import load_tokenizer, surrounding_tokens, with_mask_token, with_start_token
+from lengthwise.evaluate.retrieval import text_vectors
+from lengthwise.model import LengthwiseEncoder, LengthwiseForMaskedLM
+from lengthwise.runs import Run, RunWriter
+from lengthwise.train import TrainConfig, train
+from lengthwise.train.objectives import MaskedTokens
+from lengthwise.train.setup import dry_run
+
+RULE = MaskedTokens(mask=257, vocabulary=258, special=(256, 257))
+
+
+def test_a_share_of_every_sequence_is_chosen_and_80_10_10_of_it_masked_replaced_and_left():
+    ids = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (400, 100)))
+    ids[:, ::10] = 256
+    read, labels = RULE.draw(ids, 0, seed=3)
+    chosen = labels != -100
+    assert (chosen.sum(1) == 15).all()
+    assert RULE.targets(100) == 15
+    assert dataclasses.replace(RULE, rate=0.3).targets(100) == 30
+    assert not (chosen & (ids == 256)).any(), "ends of documents are not predicted"
+    assert torch.equal(labels[chosen], ids[chosen])
+    assert torch.equal(read[~chosen], ids[~chosen])
+    masked, same = (read == 257)[chosen].double().mean(), (read == ids)[chosen].double().mean()
+    # Of 6,000 draws; four standard deviations.
+    assert masked.item() == pytest.approx(0.8 + 0.1 / 258, abs=4 * (0.8 * 0.2 / 6000) ** 0.5)
+    assert same.item() == pytest.approx(0.1 + 0.1 / 258, abs=4 * (0.1 * 0.9 / 6000) ** 0.5)
+
+
+def test_what_is_drawn_depends_on_a_sequence_s_number_and_on_nothing_else():
+    ids = torch.arange(60).view(3, 20)
+    whole = RULE.draw(ids, 7, seed=1)
+    later = RULE.draw(ids[2:], 9, seed=1)
+    for a, b in zip(whole, later, strict=True):
+        assert torch.equal(a[2:], b)
+    assert not torch.equal(RULE.draw(ids, 8, seed=1)[1], whole[1])
+    few = torch.full((1, 20), 256)
+    few[0, 4] = 3
+    assert (RULE.draw(few, 0, seed=0)[1] != -100).sum() == 3, "special tokens where there are too few others"
+
+
+def test_a_masked_run_that_was_killed_is_the_run_that_was_not(tmp_path):
+    options = {"objective": "mlm", "encoding": "cable", "separate_documents": True}
+    whole = train(small_config(tmp_path, "whole", **options))
+
+    def die():
+        log = RunWriter.log
+        RunWriter.log = lambda self, line: (log(self, line), line["step"] == 7 and os.kill(os.getpid(), 9))
+        train(small_config(tmp_path, "killed", **options))
+
+    in_processes(die)
+    assert not Run(tmp_path / "killed").is_finished
+    again = train(small_config(tmp_path, "killed", **options, resume=True))
+    assert_same_run(again, whole)
+    assert whole.config["objective"] == "mlm"
+    model, tokenizer = (cls.from_pretrained(whole.final) for cls in (AutoModelForMaskedLM, AutoTokenizer))
+    assert isinstance(model, LengthwiseForMaskedLM)
+    assert tokenizer.mask_token == "<|mask|>"
+    assert tokenizer.decode(tokenizer("the <|mask|> of")["input_ids"]) == "the <|mask|> of"
+
+
+def test_a_masked_run_learns_and_two_processes_learn_the_same(tmp_path):
+    options = {"objective": "mlm", "encoding": "alibi", "steps": 40, "learning_rate": 0.02, "batch_tokens": 6 * 33}
+    options |= {"evaluate_every": 40, "evaluate_lengths": [33, 66]}
+    run = train(small_config(tmp_path, "one", **options))
+    losses = [line["loss"] for line in run.metrics]
+    assert losses[0] == pytest.approx(torch.tensor(320.0).log().item(), abs=0.3), "a guess among 320 tokens"
+    assert sum(losses[-5:]) / 5 < losses[0] - 1.5
+    assert run.metrics[-1]["held_out"].keys() == {"33", "66"}
+    both = small_config(tmp_path, "two", **(options | {"steps": 4, "evaluate_every": 4}))
+    assert in_processes(lambda: train(both), 2) == [0, 0]
+    assert [line["loss"] for line in Run(tmp_path / "two").metrics][:1] == pytest.approx(losses[:1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"objective": "mlm", "encoding": "fox"}, "'fox', which is causal only"),
+        ({"objective": "mlm", "preset": "small"}, "unknown preset 'small'; known: 'nano', 'tiny', 'base'"),
+        ({"objective": "mlm", "mask_rate": 0.0}, "mask_rate must be a number above 0 and at most 1, got 0.0"),
+        ({"objective": "masked"}, "unknown objective 'masked'; known: 'causal', 'mlm', 'contrastive'"),
+        ({"objective": "contrastive"}, "must start from a trained encoder, got none; give --start-from RUN"),
+        (
+            {"objective": "contrastive", "start_from": "x", "encoding": "cable"},
+            "--start-from decides the model .* --enc",
+        ),
+        (
+            {"objective": "contrastive", "start_from": "x", "batch_tokens": 128, "hard_negatives": 0},
+            "needs negatives, got one pair a step and --hard-negatives 0",
+        ),
+        (
+            {"objective": "contrastive", "start_from": "x", "micro_batch": 4},
+            "micro_batch must be at least 32, got 4",
+        ),
+    ],
+)
+def test_options_that_cannot_be_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        dry_run(TrainConfig(**options))
+
+
+def test_a_tokenizer_of_somebody_else_must_bring_its_mask_token(tmp_path):
+    load_tokenizer("bytes").save_pretrained(tmp_path / "plain")
+    with pytest.raises(ValueError, match=r"needs a tokenizer with a mask token, got that of .*plain"):
+        train(small_config(tmp_path, objective="mlm", tokenizer=str(tmp_path / "plain")))
+    with_mask_token(load_tokenizer("bytes"), "bytes").save_pretrained(tmp_path / "masked")
+    run = train(small_config(tmp_path, objective="mlm", tokenizer=str(tmp_path / "masked"), steps=1, warmup=0))
+    assert run.is_finished
+
+
+def write_pairs(path, rows: int = 100) -> str:
+    words = [f"{a}{b}" for a in "bdfgklmn" for b in ("ab", "ir", "on", "um", "et")]
+
+    def text(i: int, size: int) -> str:
+        return " ".join(words[(i * 7 + j * (1 + i % 3)) % len(words)] for j in range(size))
+
+    lines = [
+        {"query": text(i, 3), "positive": text(i, 12), "negatives": [text(i + 1, 12), text(i + 2, 12)]}
+        for i in range(rows)
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    return str(path)
+
+
+def contrastive_config(tmp_path, name: str = "pairs", **changes: object) -> TrainConfig:
+    start = tmp_path / "start"
+    if not Run.is_run(start):
+        train(small_config(tmp_path, "start", objective="mlm", encoding="cable", steps=2, warmup=0))
+    options = {"data": write_pairs(tmp_path / "pairs.jsonl"), "start_from": str(start), "objective": "contrastive"}
+    options |= {"length": 24, "batch_tokens": 8 * 24, "micro_batch": 8, "steps": 10, "warmup": 2, "keep": 2}
+    options |= {"optimizer": "adamw", "learning_rate": 5e-3, "final_learning_rate": 5e-4, "out": str(tmp_path / name)}
+    options |= {"checkpoint_every": 4, "evaluate_every": 5}
+    return TrainConfig(**(options | changes))
+
+
+@pytest.mark.parametrize("pooling", ["mean", "first"])
+def test_contrastive_training_brings_queries_to_their_documents_and_resumes(tmp_path, pooling):
+    config = contrastive_config(tmp_path, pooling=pooling)
+    whole = train(config)
+    losses = [line["loss"] for line in whole.metrics]
+    assert losses[-1] < losses[0]
+    assert whole.metrics[-1]["held_out"].keys() == {"24"}
+    stopped = contrastive_config(tmp_path, "stopped", pooling=pooling)
+
+    def die():
+        log = RunWriter.log
+        RunWriter.log = lambda self, line: (log(self, line), line["step"] == 6 and os.kill(os.getpid(), 9))
+        train(stopped)
+
+    in_processes(die)
+    again = train(dataclasses.replace(stopped, resume=True))
+    assert numbers(again) == numbers(whole)
+    assert_same_run(again, whole)
+    model = AutoModel.from_pretrained(whole.final)
+    assert isinstance(model, LengthwiseEncoder)
+    assert model.config.pooling == pooling
+    assert json.loads((whole.final / "modules.json").read_text())[0]["path"] == ""
+    assert json.loads((whole.final / "1_Pooling/config.json").read_text())["pooling_mode_cls_token"] == (
+        pooling == "first"
+    )
+    tokenizer = AutoTokenizer.from_pretrained(whole.final)
+    assert surrounding_tokens(tokenizer) == (([256], []) if pooling == "first" else ([], []))
+
+
+@pytest.mark.parametrize("pooling", ["mean", "first"])
+def test_a_final_folder_loads_in_sentence_transformers_as_it_is(tmp_path, pooling):
+    library = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed: retrieval")
+    run = train(contrastive_config(tmp_path, pooling=pooling, steps=3, warmup=0))
+    theirs = library.SentenceTransformer(str(run.final), device="cpu")
+    texts = ["bab dir fon", "a longer text " * 9, "x"]
+    model, tokenizer = AutoModel.from_pretrained(run.final), AutoTokenizer.from_pretrained(run.final)
+    ours = text_vectors(model.eval(), tokenizer, [tokenizer(text)["input_ids"] for text in texts], pooling=pooling)
+    assert np.abs(theirs.encode(texts) - ours.numpy()).max() < 1e-5
+
+
+def test_pairs_of_a_file_are_split_by_lines_and_bad_ones_are_named(tmp_path):
+    name = write_pairs(tmp_path / "pairs.jsonl", rows=100)
+    train_part, held_out = (training_pairs(name, split) for split in ("train", "held-out"))
+    assert len(train_part) + len(held_out) == 100
+    assert pairs_hash(train_part) != pairs_hash(held_out)
+    assert all(isinstance(pair, Pair) and len(pair.negatives) == 2 for pair in train_part)
+    (tmp_path / "bad.jsonl").write_text('{"query": "a", "positive": ""}\n')
+    with pytest.raises(RetrievalError, match=r"query and positive, and a list of negatives if any, .* line 1"):
+        training_pairs(str(tmp_path / "bad.jsonl"))
+    with pytest.raises(RetrievalError, match=r"must be 'stdlib' or a .jsonl file"):
+        training_pairs("fineweb-edu")
+
+
+def test_first_pooling_puts_a_token_before_every_text():
+    tokenizer = with_start_token(load_tokenizer("bytes"))
+    assert tokenizer("ab")["input_ids"] == [256, 97, 98]
+    assert with_start_token(tokenizer)("a")["input_ids"] == [256, 97]
+
+
+def test_the_command_trains_masked_tokens_from_a_config(tmp_path, capsys, monkeypatch):
+    config = dataclasses.asdict(small_config(tmp_path, steps=2, warmup=0))
+    words = ["train", "--objective", "mlm", "--mask-rate", "0.3", "--encoding", "kerple", "--dry-run"]
+    words += ["--data", config["data"], "--tokenizer", "bytes", "--out", config["out"]]
+    main(words)
+    assert "nano with kerple" in capsys.readouterr().out

@@ -1,0 +1,230 @@
+"""Retrieval by length: the set that every Python has, the metrics, BM25, pseudo-perplexity, and what is refused."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from encoder_kit import loud_encoder, mask_tokenizer
+from train_kit import share_kernel
+
+from lengthwise.cli import main
+from lengthwise.data.retrieval import Document, RetrievalError, RetrievalSet, query_tokens, retrieval_set
+from lengthwise.data.tokenizers import load_tokenizer
+from lengthwise.evaluate.corpus import Corpus
+from lengthwise.evaluate.masked import EVERY, masked_places, score_masked_lengths
+from lengthwise.evaluate.retrieval import (
+    RetrievalScore,
+    RetrievalTable,
+    bm25,
+    documents_at,
+    pooling_of,
+    rank_metrics,
+    score_bm25,
+    score_retrieval,
+    text_vectors,
+)
+from lengthwise.loading import LoadedModel
+from lengthwise.model import LengthwiseForMaskedLM
+from lengthwise.testing import assert_near
+
+
+@pytest.fixture(scope="module")
+def stdlib() -> RetrievalSet:
+    return retrieval_set("stdlib")
+
+
+def test_docstrings_are_cut_out_of_their_documents(stdlib):
+    texts = [" ".join(document.text.split()) for document in stdlib.documents]
+    assert len(stdlib.queries) > 50
+    assert len(stdlib.documents) > len(stdlib.queries)
+    for query in stdlib.queries:
+        assert not any(query in text for text in texts), query
+    assert len(set(stdlib.queries)) == len(stdlib.queries)
+    assert all(len(answers) == 1 for answers in stdlib.relevant)
+    assert retrieval_set("stdlib") == stdlib, "the same every time"
+
+
+def test_a_document_has_every_length_around_its_place_grown_with_filler_where_it_is_short():
+    tokenizer = load_tokenizer("bytes")
+    document = Document("a", "0123456789", place=6)
+    windows = {n: bytes(document.tokens(tokenizer, n)).decode() for n in (2, 4, 10)}
+    assert windows == {2: "56", 4: "4567", 10: "0123456789"}
+    grown = bytes(document.tokens(tokenizer, 200)).decode()
+    assert len(grown) == 200
+    assert "0123456789" in grown
+    assert grown.replace("0123456789", "").count("says nothing") >= 2
+    assert bytes(Document("b", "0123456789").tokens(tokenizer, 4)).decode() == "0123"
+
+
+def test_rank_metrics_are_those_of_a_hand():
+    scores = np.array([[0.9, 0.8, 0.7], [0.1, 0.2, 0.3]])
+    values = rank_metrics(scores, [frozenset({1}), frozenset({0, 2})])
+    assert values["ndcg"] == pytest.approx([1 / math.log2(3), (1 + 1 / math.log2(4)) / (1 + 1 / math.log2(3))])
+    assert values["recall"] == [1, 1]
+    assert values["mrr"] == [0.5, 1]
+    far = rank_metrics(-np.arange(20.0)[None], [frozenset({15})])
+    assert far == {"ndcg": [0.0], "recall": [0.0], "mrr": [0.0]}
+
+
+def test_bm25_is_its_formula():
+    found = bm25(["red fox"], ["the red fox runs", "a red car", "nothing here"])
+    sizes, rarity = np.array([4, 3, 2]), {1: math.log(1 + 2.5 / 1.5), 2: math.log(1 + 1.5 / 2.5)}
+    once = 2.2 / (1 + 1.2 * (0.25 + 0.75 * sizes / 3))
+    assert found[0] == pytest.approx([once[0] * (rarity[2] + rarity[1]), once[1] * rarity[2], 0])
+
+
+def small_set() -> RetrievalSet:
+    documents = [Document(str(i), " ".join(f"w{3 + (11 * i + j * j) % 90}" for j in range(40)), 60) for i in range(6)]
+    queries = [" ".join(document.text.split()[12:20]) for document in documents[:4]]
+    return RetrievalSet("small", queries, documents, [frozenset({i}) for i in range(4)], ["a", "a", "b", "c"])
+
+
+def loaded(encoding: str, **changes: object) -> LoadedModel:
+    return LoadedModel(encoding, loud_encoder(encoding, **changes), mask_tokenizer(), trained=True)
+
+
+def test_queries_are_scored_at_every_length_and_an_encoding_that_ends_is_refused_by_name(tmp_path):
+    corpus, lengths = small_set(), [16, 64, 128]
+    scores = [score for name in ("alibi", "learned") for score in score_retrieval(loaded(name), corpus, lengths)]
+    scores += score_bm25(mask_tokenizer(), corpus, lengths)
+    table = RetrievalTable(scores)
+    assert table.names == ["alibi", "learned", "BM25"]
+    assert "64" in str(table.scores[5].refused)
+    assert [score.refused is None for score in table.scores] == [True] * 5 + [False] + [True] * 3
+    assert table.rows()[2][-1] == "-"
+    assert table.value("BM25", 16) > 0.9
+    value, interval = table.change("alibi", 128, 16)
+    assert interval.low <= value <= interval.high
+    assert value == pytest.approx(table.value("alibi", 128) - table.value("alibi", 16))
+    for text in (table.text(), table.markdown(), table.csv()):
+        assert "alibi" in text
+    assert {path.name for path in table.write(tmp_path)} == {
+        *("retrieval.json", "retrieval.csv", "retrieval.md", "retrieval.png")
+    }
+    again = [RetrievalScore(**score) for score in json.loads((tmp_path / "retrieval.json").read_text())]
+    assert again == scores
+
+
+def test_vectors_do_not_depend_on_the_texts_beside_them():
+    one = loaded("cable")
+    texts = [[5, 9, 14], [7] * 30, [8, 3, 9, 27, 44, 6, 13]]
+    for pooling in ("mean", "first"):
+        together = text_vectors(one.model, one.tokenizer, texts, pooling=pooling)
+        alone = torch.cat([text_vectors(one.model, one.tokenizer, [text], pooling=pooling) for text in texts])
+        assert_near(together, alone, pooling)
+        assert torch.allclose(together.norm(dim=1), torch.ones(3))
+
+
+def test_pooling_is_read_from_sentence_transformers_files(tmp_path):
+    model = loud_encoder("alibi", pooling="first")
+    model.save_pretrained(tmp_path)
+    assert pooling_of(tmp_path, model) == "first"
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True, "x": False}))
+    assert pooling_of(tmp_path, model) == "mean"
+    (tmp_path / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode": "max"}))
+    with pytest.raises(ValueError, match="pooled by the mean or from the first token"):
+        pooling_of(tmp_path, model)
+
+
+def test_sets_that_nothing_can_be_retrieved_from_are_named(tmp_path):
+    documents = [Document("a", "text")]
+    with pytest.raises(RetrievalError, match="every query must have a relevant document, got 'what' without one"):
+        RetrievalSet("set", ["what"], documents, [frozenset()], ["g"])
+    with pytest.raises(RetrievalError, match="0 queries and 1 documents"):
+        RetrievalSet("set", [], documents, [], [])
+    empty = RetrievalSet("set", ["what"], [Document("a", "")], [frozenset({0})], ["g"])
+    with pytest.raises(RetrievalError, match="a document at every length, got set with none at 16"):
+        documents_at(empty, mask_tokenizer(), 16)
+    with pytest.raises(RetrievalError, match=r"must be 'stdlib' or a folder with corpus.jsonl"):
+        retrieval_set(str(tmp_path))
+
+
+def test_a_folder_as_beir_has_it_is_a_set(tmp_path):
+    rows = [{"_id": "d1", "title": "Crows", "text": "They fly."}, {"_id": "d2", "text": "Ships sail."}]
+    (tmp_path / "corpus.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    queries = [{"_id": "q1", "text": "who sails"}, {"_id": "q2", "text": "not judged"}]
+    (tmp_path / "queries.jsonl").write_text("\n".join(map(json.dumps, queries)))
+    (tmp_path / "qrels").mkdir()
+    (tmp_path / "qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\nq1\td2\t1\nq1\td1\t0\n")
+    found = retrieval_set(str(tmp_path))
+    assert found.queries == ["who sails"]
+    assert found.relevant == [frozenset({1})]
+    assert found.documents[0].text == "Crows\nThey fly."
+    (tmp_path / "qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\nq1\td9\t1\n")
+    with pytest.raises(RetrievalError, match="got 'd9'"):
+        retrieval_set(str(tmp_path))
+
+
+def made_corpus(length: int = 400) -> Corpus:
+    generator = np.random.default_rng(0)
+    tokens = generator.integers(3, 90, length)
+    return Corpus("made", tokens, np.arange(length) // 50, np.ones(length, dtype=np.int64))
+
+
+def test_pseudo_perplexity_is_of_the_same_masked_tokens_at_every_length():
+    corpus, lengths = made_corpus(), [16, 32, 128]
+    scores = [
+        score_masked_lengths(loud_encoder(name), corpus, lengths, mask=2, name=name, windows=6)
+        for name in ("alibi", "learned")
+    ]
+    assert len({score.targets for score in scores[0]}) == 1
+    assert scores[0][0].scored == scores[0][2].scored == 6 * len(range(0, 8, EVERY))
+    assert "64" in str(scores[1][2].refused)
+    model, (centres, span) = loud_encoder("alibi"), masked_places(400, lengths, 6)
+    places = centres[:, None] + np.arange(-(span // 2), span - span // 2, EVERY)
+    total = 0.0
+    for centre, own in zip(centres, places, strict=True):
+        begin = centre - 16
+        ids = torch.from_numpy(corpus.tokens[begin : begin + 32]).clone()[None]
+        wanted = ids[0, own - begin]
+        ids[0, own - begin] = 2
+        with torch.no_grad():
+            logp = model(ids).logits[0, own - begin].log_softmax(-1)
+        total -= float(logp.gather(1, wanted[:, None]).sum())
+    assert scores[0][1].loss == pytest.approx(total / places.size, rel=1e-5)
+    with pytest.raises(ValueError, match="as many tokens as the longest length, 500, got 400"):
+        score_masked_lengths(model, corpus, [500], mask=2, name="x")
+
+
+def saved_encoder(folder) -> str:
+    tokenizer = mask_tokenizer()
+    loud_encoder("alibi").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_the_command_measures_retrieval_and_pseudo_perplexity(tmp_path, capsys, monkeypatch):
+    share_kernel(tmp_path / "cache")
+    folder = saved_encoder(tmp_path / "encoder")
+    monkeypatch.setattr("lengthwise.evaluate.retrieval.retrieval_set", lambda name: small_set())
+    main(["evaluate", folder, "--retrieval", "--lengths", "16", "32", "--out", str(tmp_path / "out")])
+    printed = capsys.readouterr().out
+    assert "nDCG@10" in printed
+    assert "BM25" in printed
+    assert (tmp_path / "out/retrieval.csv").is_file()
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{3 + n * n % 90}" for n in range(6000)))
+    main(["evaluate", folder, "--text", str(text), "--lengths", "16", "32", "--windows", "4"])
+    assert "fair, masked: the same" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["evaluate", folder, "--text", str(text), "--lengths", "16", "--tasks", "copy"])
+    assert "tasks are for models that predict the next token" in capsys.readouterr().err
+
+
+def test_a_masked_model_without_a_mask_token_is_refused(tmp_path, capsys):
+    folder = saved_encoder(tmp_path / "encoder")
+    tokenizer = mask_tokenizer()
+    tokenizer.mask_token = None
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(SystemExit):
+        main(["evaluate", folder, "--lengths", "16"])
+    assert "masked tokens need a mask token" in capsys.readouterr().err
+
+
+def test_a_query_has_the_tokenizer_s_own_tokens_around_it():
+    tokenizer = load_tokenizer("bytes")
+    assert query_tokens(tokenizer, "ab" * 100) == [97, 98] * 32
+    assert isinstance(loud_encoder("alibi"), LengthwiseForMaskedLM)
