@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from random_calls import RandomCall, accepts, judge, random_call, run_backend
+from tiles_case import operator_arguments
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton_harness import poisoned, shuffled
 
@@ -106,6 +107,39 @@ def test_levels_are_as_exact_at_a_billion_as_at_zero():
         for x in (levels, levels + 1e9)
     )
     assert torch.allclose(near, far, atol=2e-6)
+
+
+def test_what_is_not_finite_stays_in_the_rows_that_see_it():
+    q, k, v = (x.clone().requires_grad_() for x in torch.randn(3, 1, 2, 40, 16))
+    with torch.no_grad():
+        k[0, 0, 30, 3], v[0, 1, 35, 2] = torch.nan, torch.inf
+    out = lw.attend(q, k, v, backend="triton")
+    assert out[0, 0, :30].isfinite().all()
+    assert out[0, 0, 30:].isnan().all()
+    assert out[0, 1, :35].isfinite().all()
+    gradients = torch.autograd.grad(out[:, :, :30].sum(), (q, k, v))
+    assert all(x.isfinite().all() for x in gradients)
+
+
+def test_a_compiled_graph_sees_one_node_and_the_operators_keep_their_promises():
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, 20, 16))
+    slope = torch.ones(1, 2, 1, requires_grad=True)
+    levels = torch.rand(1, 2, 20, dtype=torch.float64).cumsum(2)
+
+    def attend(q: Any, k: Any, v: Any, slope: Any) -> Any:
+        return lw.attend(q, k, v, bias=lw.LevelBias(levels, levels, slope), backend="triton")
+
+    graphs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(attend, fullgraph=True, backend=backend)(q, k, v, slope)
+    assert torch.equal(compiled, attend(q, k, v, slope))
+    assert sum("lengthwise.triton" in str(node.target) for node in graphs[0].graph.nodes) == 1
+    call = checked_call(q, k, v, bias=lw.LevelBias(levels, levels, slope))
+    torch.library.opcheck(torch.ops.lengthwise.triton.default, operator_arguments(call))
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,8 @@ TYPES = {
 }
 KERNELS = ("forward_kernel", "drop_kernel", "rows_kernel", "keys_kernel", "bands_kernel", "entries_kernel")
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+PRODUCTS = 16
+"""A loop with so many instructions that multiply is one over tiles."""
 ATOMIC, TF32 = re.compile(r"^\s*/\*.*\*/\s+(@!?U?P\d+ )?(ATOM|ATOMG|ATOMS|RED)\b", re.MULTILINE), re.compile(r"\.TF32")
 
 
@@ -45,7 +47,8 @@ class Needs:
     registers: int
     stack: int
     shared: int
-    instructions: int
+    loop: int
+    """Instructions of the shortest loop that multiplies matrices: a tile which all rows see whole."""
     has_atomic: bool
     has_tf32: bool
 
@@ -118,10 +121,26 @@ def needs_of(code: Any, kernel: str) -> Needs:
         usage = run(BINARIES / "cuobjdump", "-res-usage", file.name)
         text = run(BINARIES / "nvdisasm", "-c", file.name)
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))  # type: ignore[index]
-    count = len(re.findall(r"^\s*/\*[0-9a-f]{4,}\*/", text, re.MULTILINE))
-    return Needs(
-        kernel, registers, stack, code.metadata.shared, count, bool(ATOMIC.search(text)), bool(TF32.search(text))
-    )
+    marks = bool(ATOMIC.search(text)), bool(TF32.search(text))
+    return Needs(kernel, registers, stack, code.metadata.shared, shortest_loop(text), *marks)
+
+
+def shortest_loop(text: str) -> int:
+    """How many instructions the shortest loop with a matrix product has; 0 if there is none."""
+    labels: dict[str, int] = {}
+    lengths, products, count = [], [0], 0
+    for line in text.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = count
+        elif re.match(r"\s*/\*[0-9a-f]{4,}\*/", line):
+            count += 1
+            products.append(products[-1] + bool(re.search(r"\b(HMMA|HGMMA|FFMA|UTCHMMA)\b", line)))
+            target = re.search(r"BRA.*`\((\.L_x_\d+)\)", line)
+            if target and target[1] in labels:
+                begin = labels[target[1]]
+                matrix = products[count] - products[begin] >= PRODUCTS
+                lengths += [count - begin] if matrix else []
+    return min(lengths, default=0)
 
 
 def run(*command: Any) -> str:
@@ -162,7 +181,8 @@ def needs(kind: str, capability: tuple[int, int], **options: Any) -> Iterator[Ne
 
 
 if __name__ == "__main__":
-    for number in map(int, sys.argv[1:] or ["80"]):
-        for kind in KINDS:
+    chosen = [kind for kind in KINDS if kind in sys.argv] or KINDS
+    for number in [int(word) for word in sys.argv[1:] if word.isdigit()] or [80]:
+        for kind in chosen:
             for own in needs(kind, divmod(number, 10)):
                 print(f"sm_{number} {kind:16}", own, flush=True)

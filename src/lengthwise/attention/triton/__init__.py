@@ -12,8 +12,10 @@ the authors had no GPU to run them on. `triton` comes with torch's CUDA builds a
 import importlib
 import importlib.util
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from lengthwise.attention import custom_op
 from lengthwise.attention.backend import Output, Plan, Refusal
@@ -51,24 +53,49 @@ def plan(call: AttentionCall) -> Plan | Refusal:
 def run(call: AttentionCall, plan: Plan) -> Output:
     """The output and the log-sum-exp, with gradients for everything that is learned."""
     assert isinstance(plan, TritonPlan)
-    # By name: only here is Triton imported, and an exported model has no such file.
-    passes = importlib.import_module(f"{__name__}.passes")
-    return custom_op.attend(passes.OPERATORS, call, plan.notes)
+    return custom_op.attend(OPERATORS, call, plan.notes)
 
 
-def _fault(call: AttentionCall) -> str | None:
-    """Why the machine or the call is none for the kernels."""
-    device = call.q.device
-    if device.type != "cuda" and not (device.type == "cpu" and is_interpreted()):
-        return f"its kernels are for GPUs, got tensors on {device.type}"
+def _passes() -> Any:
+    """By name: only here is Triton imported, and an exported model has no such file."""
+    return importlib.import_module(f"{__name__}.passes")
+
+
+def _forward(call: AttentionCall, notes: custom_op.Notes) -> tuple[Tensor, Tensor]:
+    results: tuple[Tensor, Tensor] = _passes().forward(call, notes)
+    return results
+
+
+def _backward(call: AttentionCall, notes: custom_op.Notes, *saved: Tensor) -> dict[str, Tensor]:
+    gradients: dict[str, Tensor] = _passes().backward(call, notes, *saved)
+    return gradients
+
+
+OPERATORS = custom_op.operators("triton", _forward, _backward)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _machine_fault(device: str) -> str | None:
+    """Why the machine is none for the kernels; a compiled graph asks once."""
+    kind = device.partition(":")[0]
+    if kind != "cuda" and not (kind == "cpu" and is_interpreted()):
+        return f"its kernels are for GPUs, got tensors on {kind}"
     if not globals().get("__path__"):
         return "its kernels are not part of an exported model"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; torch's CUDA builds bring it"
-    if device.type == "cuda" and torch.version.hip is None:
+    if kind == "cuda" and torch.version.hip is None:
         capability = torch.cuda.get_device_capability(device)
         if capability < CAPABILITY:
             return f"its kernels need a card of compute capability 8.0 or more, got {capability[0]}.{capability[1]}"
+    return None
+
+
+def _fault(call: AttentionCall) -> str | None:
+    """Why the machine or the call is none for the kernels."""
+    reason: str | None = _machine_fault(str(call.q.device))
+    if reason is not None:
+        return reason
     if call.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"its kernels compute in float32, float16 and bfloat16, got {call.dtype}"
     width = max(call.q.shape[3], call.v.shape[3])

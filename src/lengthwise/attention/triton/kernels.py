@@ -73,9 +73,8 @@ class Given(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    low: Tensor
-    """(query,): the first key that a query may see by order and window, and under `high` the one behind the last."""
-    high: Tensor
+    bounds: Tensor
+    """The least row - column that order and window let see, and how many numbers from it on."""
     ranges: Tensor
     """(batch or 1, block of rows, 4): keys that some row sees, from and to; that all rows see, from and to."""
     query_documents: Tensor | None
@@ -224,9 +223,6 @@ class RowSide(NamedTuple):
     in_table: Any
     in_curve: Any
     in_profile: Any
-    low: Any
-    high: Any
-    document: Any
 
 
 class KeySide(NamedTuple):
@@ -236,15 +232,12 @@ class KeySide(NamedTuple):
     in_table: Any
     in_curve: Any
     in_profile: Any
-    document: Any
-    real: Any
-    """0 for padding."""
 
 
 @triton.jit
 def row_side(t, z, F: tl.constexpr, b, h, row, ref_high, ref_low):
     bh = b * z.heads + h
-    level, slope, logit, factor, in_table, in_curve, in_profile, document = 0.0, 0.0, 0.0, 0.0, 0, 0, 0, 0
+    level, slope, logit, factor, in_table, in_curve, in_profile = 0.0, 0.0, 0.0, 0.0, 0, 0, 0
     if F.LEVEL:
         level = numbers(t.query_level + bh * z.queries, row, z.queries) - ref_high
         level += numbers(t.query_rest + bh * z.queries, row, z.queries) - ref_low
@@ -258,16 +251,13 @@ def row_side(t, z, F: tl.constexpr, b, h, row, ref_high, ref_low):
         in_table = numbers(t.table_query + b * z.queries, row, z.queries) - z.table_first
     if F.PROFILE:
         in_profile = numbers(t.profile_query + b * z.queries, row, z.queries) - z.profile_first
-    if F.DOCUMENTS:
-        document = numbers(t.query_documents + b * z.queries, row, z.queries)
-    low, high = numbers(t.low, row, z.queries), numbers(t.high, row, z.queries)
-    return RowSide(level, slope, logit, factor, in_table, in_curve, in_profile, low, high, document)
+    return RowSide(level, slope, logit, factor, in_table, in_curve, in_profile)
 
 
 @triton.jit
 def key_side(t, z, F: tl.constexpr, b, h, column, ref_high, ref_low):
     bh = b * z.heads + h
-    level, in_table, in_curve, in_profile, document, real = 0.0, 0, 0, 0, 0, 0
+    level, in_table, in_curve, in_profile = 0.0, 0, 0, 0
     if F.LEVEL:
         level = numbers(t.key_level + bh * z.keys, column, z.keys) - ref_high
         level += numbers(t.key_rest + bh * z.keys, column, z.keys) - ref_low
@@ -277,11 +267,7 @@ def key_side(t, z, F: tl.constexpr, b, h, column, ref_high, ref_low):
         in_table = numbers(t.table_key + b * z.keys, column, z.keys)
     if F.PROFILE:
         in_profile = numbers(t.profile_key + b * z.keys, column, z.keys)
-    if F.DOCUMENTS:
-        document = numbers(t.key_documents + b * z.keys, column, z.keys)
-    if F.PADDING:
-        real = numbers(t.key_mask + b * z.keys, column, z.keys)
-    return KeySide(level, in_table, in_curve, in_profile, document, real)
+    return KeySide(level, in_table, in_curve, in_profile)
 
 
 @triton.jit
@@ -333,8 +319,8 @@ def profile_values(t, z, F: tl.constexpr, h, entry, has_one, profile):
 def bias_of(s, t, z, F: tl.constexpr, b, h, row, column, R, C):
     """Scores with the bias added."""
     if F.TABLE == 1:
-        strip = t.table + b * z.strip_batch + h * z.strip_length + ROOM + z.keys - 1
-        where = strip + (row[:, None] - column[None, :])
+        strip = t.table + b * z.strip_batch + h * z.strip_length + ROOM
+        where = strip + ((row + (z.keys - 1))[:, None] - column[None, :])
         if F.HOW == 1:
             # tl.load would be pipelined through shared memory, all of the tile; this stays in registers, and equal
             # distances of a thread are read once.
@@ -360,15 +346,19 @@ def bias_of(s, t, z, F: tl.constexpr, b, h, row, column, R, C):
 
 
 @triton.jit
-def visible(t, z, F: tl.constexpr, b, row, column, R, C):
-    """Which keys of a tile each row may see."""
-    seen = (column[None, :] >= R.low[:, None]) & (column[None, :] < R.high[:, None])
+def visible(t, z, F: tl.constexpr, b, row, column):
+    """Which keys of a tile each row may see; what it reads takes no register in tiles that all rows see whole."""
+    nearest, count = tl.load(t.bounds), tl.load(t.bounds + 1)
+    # Unsigned, a key that comes too late is further behind than any: one comparison.
+    seen = (row[:, None] - column[None, :] - nearest).to(tl.uint32) < count.to(tl.uint32)
+    seen = seen & ((column >= 0) & (column < z.keys))[None, :]
     if F.DOCUMENTS:
-        seen = seen & (R.document[:, None] == C.document[None, :])
+        own, other = t.query_documents + b * z.queries, t.key_documents + b * z.keys
+        seen = seen & (numbers(own, row, z.queries)[:, None] == numbers(other, column, z.keys)[None, :])
     if F.PADDING:
-        seen = seen & (C.real != 0)[None, :]
+        seen = seen & (numbers(t.key_mask + b * z.keys, column, z.keys) != 0)[None, :]
     if F.BANDS:
-        inside = seen & (row < 0)[:, None]
+        inside = seen & (column < 0)[None, :]
         for band in tl.static_range(F.BANDS):
             of_query, of_key = (band * z.batch + b) * z.queries, (band * z.batch + b) * z.keys
             number = numbers(t.band_key + of_key, column, z.keys)[None, :]
@@ -391,7 +381,7 @@ def scores_of(q, k, t, z, F: tl.constexpr, b, h, row, column, R, C, MASK: tl.con
     if F.LOGIT:
         s = before * R.logit[:, None]
     if MASK:
-        s = tl.where(visible(t, z, F, b, row, column, R, C), s, float("-inf"))
+        s = tl.where(visible(t, z, F, b, row, column), s, float("-inf"))
     return s, before, cap_slope
 
 
@@ -449,8 +439,8 @@ def forward_kernel(t, z, out, lse, F: tl.constexpr):
     for PHASE in tl.static_range(3):  # some rows see some keys, all see all, some see some
         low = from_tile if PHASE == 0 else (all_from if PHASE == 1 else all_to)
         high = all_from if PHASE == 0 else (all_to if PHASE == 1 else to_tile)
-        for tile in range(low, high):
-            column = tile * F.BN + tl.arange(0, F.BN)
+        for at in range(low * F.BN, high * F.BN, F.BN):
+            column = at + tl.arange(0, F.BN)
             k = vectors(k_base, column, z.keys, z.k_row, F.DIM, F.D)
             v = vectors(v_base, column, z.keys, z.v_row, F.VALUE, F.DV)
             C = key_side(t, z, F, b, h, column, ref_high, ref_low)
@@ -554,8 +544,8 @@ def rows_kernel(t, z, up, to, F: tl.constexpr, LINES: tl.constexpr, PROFILES: tl
     for PHASE in tl.static_range(3):
         low = from_tile if PHASE == 0 else (all_from if PHASE == 1 else all_to)
         high = all_from if PHASE == 0 else (all_to if PHASE == 1 else to_tile)
-        for tile in range(low, high):
-            column = tile * F.BN + tl.arange(0, F.BN)
+        for at in range(low * F.BN, high * F.BN, F.BN):
+            column = at + tl.arange(0, F.BN)
             k = vectors(k_base, column, z.keys, z.k_row, F.DIM, F.D)
             v = vectors(v_base, column, z.keys, z.v_row, F.VALUE, F.DV)
             C = key_side(t, z, F, b, h, column, ref_high, ref_low)
@@ -656,8 +646,8 @@ def keys_kernel(t, z, up, to, F: tl.constexpr, PROFILES: tl.constexpr, AT_ONCE: 
         for PHASE in tl.static_range(3):
             low = first if PHASE == 0 else (all_first if PHASE == 1 else all_last)
             high = all_first if PHASE == 0 else (all_last if PHASE == 1 else last)
-            for row_block in range(low, high):
-                row = row_block * F.BM + tl.arange(0, F.BM)
+            for at in range(low * F.BM, high * F.BM, F.BM):
+                row = at + tl.arange(0, F.BM)
                 q = vectors(t.q + b * z.q_batch + h * z.q_head, row, z.queries, z.q_row, F.DIM, F.D)
                 d, lse, drop = upstream_of(up, z, F, bh, row)
                 R = row_side(t, z, F, b, h, row, ref_high, ref_low)

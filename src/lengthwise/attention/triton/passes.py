@@ -15,7 +15,6 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lengthwise.attention import custom_op
 from lengthwise.attention.backend import finite_inputs, merge
 from lengthwise.attention.call import AttentionCall
 from lengthwise.attention.triton.kernels import (
@@ -76,9 +75,6 @@ def backward(
         for name, x in (("k", call.k), ("v", call.v)):
             gradients[name] = gradients[name].masked_fill(~x.isfinite(), 0)
     return gradients
-
-
-OPERATORS = custom_op.operators("triton", forward, backward)
 
 
 class _Launch:
@@ -430,12 +426,12 @@ def _ranges(spans: Spans, keys: int, rows: int) -> Int[Tensor, "#batch block 4"]
 
 
 def _masks(call: AttentionCall) -> dict[str, Tensor]:
-    layout, visibility, keys = call.layout, call.visibility, call.keys
-    slots = layout.query_slots()
-    low, high = torch.zeros_like(slots), slots + 1 if visibility.is_causal else torch.full_like(slots, keys)
-    if visibility.window is not None:
-        low, high = slots - visibility.window + 1, torch.minimum(high, slots + visibility.window)
-    found = {name: x.clamp(0, keys).int().contiguous() for name, x in (("low", low), ("high", high))}
+    layout, visibility = call.layout, call.visibility
+    # In slots; with the first query's, which may be known to the device alone, between rows and columns.
+    window = FAR if visibility.window is None else min(visibility.window, FAR)
+    nearest = 0 if visibility.is_causal else 1 - window
+    slot = layout.start if isinstance(layout.start, Tensor) else torch.full((), layout.start, device=call.q.device)
+    found = {"bounds": torch.stack([nearest - slot, torch.full_like(slot, window - nearest)]).int()}
     if layout.query_documents is not None and layout.key_documents is not None:
         for name in ("query_documents", "key_documents"):
             found[name] = getattr(layout, name).expand(call.batch, -1).contiguous()
