@@ -43,6 +43,13 @@ def test_the_kernels_compile_for_cards_that_are_not_here():
     run_pytest("triton_compiled.py", TRITON_INTERPRET="0")
 
 
+@needs_triton
+@pytest.mark.prove
+@pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0"])
+def test_the_whole_table_of_tiles_compiles(capability):
+    run_pytest("triton_compiled.py", TRITON_INTERPRET="0", LENGTHWISE_TRITON_CAPABILITY=capability)
+
+
 def test_tensors_on_the_cpu_are_refused_in_words():
     q = torch.zeros(1, 1, 3, 16)
     with pytest.raises(NotImplementedError, match="for GPUs, got tensors on cpu"):

@@ -36,7 +36,8 @@ KERNELS = ("forward_kernel", "drop_kernel", "rows_kernel", "keys_kernel", "bands
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 PRODUCTS = 16
 """A loop with so many instructions that multiply is one over tiles."""
-ATOMIC, TF32 = re.compile(r"^\s*/\*.*\*/\s+(@!?U?P\d+ )?(ATOM|ATOMG|ATOMS|RED)\b", re.MULTILINE), re.compile(r"\.TF32")
+ATOMIC, TF32 = re.compile(r"\b(ATOMG?|REDG?|ATOMS\.ADD)\b"), re.compile(r"\.TF32")
+"""ATOMS.OR and ATOMS.AND are how the compiler keeps book of Blackwell's tensor memory; nothing is added there."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def launches_of(call: Any, capability: tuple[int, int]) -> list[tuple[Any, tuple
     plain = {name: getattr(passes, name) for name in (*KERNELS, "tile_for")}
     for name in KERNELS:
         setattr(passes, name, Recorder(plain[name], launches))
-    passes.tile_for = lambda kernel, dtype, width, _: tiles.tile_for(kernel, dtype, width, capability)
+    passes.tile_for = lambda *sort: tiles.tile_for(*sort[:-1], capability)
     try:
         os.environ["TRITON_INTERPRET"] = "1"  # a plan refuses the CPU otherwise
         own = plan(call)

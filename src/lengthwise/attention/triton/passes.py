@@ -202,7 +202,8 @@ class _Launch:
         width = max(self.flags.D, self.flags.DV)
         device = self.call.q.device
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        return tile_for(kernel, self.call.dtype, width, capability)
+        heavy = bool(self.flags.LINE or self.flags.PROFILE)
+        return tile_for(kernel, self.call.dtype, width, heavy, capability)
 
     def _arguments(self, tile: Tile) -> tuple[Given, Sizes, Flags]:
         ranges = _ranges(self.spans, self.call.keys, tile.rows)

@@ -32,8 +32,11 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def tile_for(kernel: str, dtype: torch.dtype, width: int, capability: tuple[int, int] | None) -> Tile:
-    """The tile of "forward", "decode", "rows", "keys", "bands" or "entries"; capability None is the interpreter."""
+def tile_for(kernel: str, dtype: torch.dtype, width: int, heavy: bool, capability: tuple[int, int] | None) -> Tile:
+    """The tile of "forward", "decode", "rows", "keys", "bands" or "entries"; capability None is the interpreter.
+
+    `heavy` biases, lines and profiles, keep more numbers of a pair at once.
+    """
     if capability is None:
         return Tile(16 if kernel == "decode" else 32, 32, 4, 1)
     if kernel == "entries":
@@ -42,13 +45,19 @@ def tile_for(kernel: str, dtype: torch.dtype, width: int, capability: tuple[int,
     few = capability in SMALL_MEMORY
     if kernel == "decode":
         return Tile(16, 32 if whole else 64, 4, 2)
+    if kernel == "bands" and (whole or heavy or (wide and capability[0] < 9)):
+        return Tile(32, 32, 4, 1)
     if whole:
-        return Tile(32, 32, 4, 1) if kernel == "bands" else Tile(64, 32, 8, 1)
+        return Tile(64, 32, 8, 1)
+    if heavy:
+        return Tile(32, 64, 4, 2) if kernel == "keys" else Tile(64, 32, 4, 2)
     if kernel == "forward":
-        return Tile(128, 64, 8 if wide else 4, 2 if wide or few else 3)
+        return Tile(64 if few else 128, 64, 8 if wide or capability[0] == 10 else 4, 2 if wide or few else 3)
+    if kernel == "keys" and few and not wide:
+        return Tile(32, 32, 4, 2)
     if kernel == "keys" and wide and capability[0] >= 9:
         return Tile(32, 64, 4, 2)
-    return Tile(64, 64, 8 if wide else 4, 2)
+    return Tile(64, 64, 8 if wide or capability[0] == 10 else 4, 2)
 
 
 def shares_of_keys(programs: int, tiles: int, device: torch.device) -> int:
