@@ -401,12 +401,12 @@ def d_scores_of(q, k, v, d, lse, drop, t, z, F: tl.constexpr, b, h, row, column,
 
 
 @triton.jit
-def curve_slope(difference, F: tl.constexpr):
-    """The derivative of a level's curve."""
+def along_curve(d, difference, F: tl.constexpr):
+    """A gradient times the derivative of a level's curve."""
     if F.LEVEL == 2:
-        return 2 * difference / (1 + difference * difference)
+        return d * 2 * difference / (1 + difference * difference)
     else:
-        return tl.where(difference > 0, 1.0, tl.where(difference < 0, -1.0, 0.0))
+        return tl.where(difference > 0, d, tl.where(difference < 0, -d, 0.0))
 
 
 @triton.jit
@@ -561,7 +561,7 @@ def rows_kernel(t, z, up, to, F: tl.constexpr, LINES: tl.constexpr, PROFILES: tl
                     d_slope -= tl.sum(d_bias * log1p(difference * difference), 1)
                 else:
                     d_slope -= tl.sum(d_bias * tl.abs(difference), 1)
-                d_level -= tl.sum(d_bias * curve_slope(difference, F), 1)
+                d_level -= tl.sum(along_curve(d_bias, difference, F), 1)
             if F.LINE:
                 x, curve, line = lines_of(t, z, F, h, R, C)
                 d_factor += tl.sum(d_bias * tl.load(t.line_slope + line) * curve, 1)
@@ -658,7 +658,7 @@ def keys_kernel(t, z, up, to, F: tl.constexpr, PROFILES: tl.constexpr, AT_ONCE: 
                 dk += product(tl.trans(d_content.to(q.dtype)), q, F)
                 if F.LEVEL:
                     difference = R.level[:, None] - C.level[None, :]
-                    d_level += tl.sum(d_bias * R.slope[:, None] * curve_slope(difference, F), 0)
+                    d_level += tl.sum(along_curve(d_bias * R.slope[:, None], difference, F), 0)
                 if F.PROFILE == 2:
                     entry, has_one = profile_entries(z, F, R, C)
                     for profile in range(F.PROFILES):

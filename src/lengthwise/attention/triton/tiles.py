@@ -55,7 +55,7 @@ def tile_for(kernel: str, dtype: torch.dtype, width: int, heavy: bool, capabilit
         return Tile(64 if few else 128, 64, 8 if wide or capability[0] in (9, 10) else 4, 2 if wide or few else 3)
     if kernel == "keys" and few and not wide:
         return Tile(32, 32, 4, 2)
-    if kernel == "keys" and wide and capability[0] >= 9:
+    if kernel == "keys" and capability[0] >= 9:
         return Tile(32, 64, 4, 2)
     return Tile(64, 64, 8 if wide or capability[0] == 10 else 4, 2)
 
