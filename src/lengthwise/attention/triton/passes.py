@@ -404,8 +404,18 @@ Spans = tuple[Int[Tensor, "#batch query"], Int[Tensor, "#batch query"], Bool[Ten
 def _spans(call: AttentionCall) -> Spans:
     """From which key to which each query sees, and whether it sees all between; empty ones end at 0."""
     begin, end, whole = call.visibility.spans()
-    if call.layout.key_mask is not None:
-        whole = torch.zeros_like(whole)
+    mask = call.layout.key_mask
+    if mask is not None and call.keys:
+        # Padding at either end is cut off; where there is some between, not all is seen.
+        some = mask.any(1, keepdim=True)
+        first = mask.int().argmax(1, keepdim=True)
+        last = (call.keys - mask.flip(1).int().argmax(1, keepdim=True)).where(some, 0)
+        begin, end = torch.maximum(begin, first), torch.minimum(end, last)
+        end = torch.maximum(begin, end)
+        rows = max(begin.shape[0], mask.shape[0])
+        counted = F.pad(mask.cumsum(1), (1, 0)).expand(rows, -1)
+        seen = counted.gather(1, end.expand(rows, -1)) - counted.gather(1, begin.expand(rows, -1))
+        whole = whole & (seen == end - begin)
     return begin, end.where(end > begin, 0), whole
 
 
