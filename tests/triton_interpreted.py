@@ -31,6 +31,10 @@ def taken(seeds: range) -> list[RandomCall]:
     return [call for call in map(random_call, seeds) if accepts(call, "triton")]
 
 
+def test_both_parts_of_a_level_are_learned():
+    assert judge(random_call(214), "triton")
+
+
 def test_the_kernels_are_right_or_refuse():
     calls = taken(range(FIRST, LAST))
     assert len(calls) >= FLOOR * (LAST - FIRST)

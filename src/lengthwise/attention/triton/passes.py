@@ -320,9 +320,13 @@ class _Launch:
                 found[f"{name}.table"] = self._entries(up, 0, table.table.shape[1]).sum(0)
         if terms.level is not None:
             name, bias = terms.level
-            own = {"query_level": of_rows.d_level, "key_level": of_keys.d_level, "slope": of_rows.d_slope}
-            if bias.query_rest is not None:
-                own |= {"query_rest": of_rows.d_level, "key_rest": of_keys.d_level}
+            own: dict[str, Any] = {
+                "query_level": of_rows.d_level,
+                "key_level": of_keys.d_level,
+                "slope": of_rows.d_slope,
+            }
+            # A level's rest moves the difference as the level does; an operator's results must not be one tensor.
+            own |= {"query_rest": own["query_level"].clone(), "key_rest": own["key_level"].clone()}
             found |= {f"{name}.{part}": x for part, x in own.items() if getattr(bias, part) is not None}
         if terms.line is not None:
             name, line = terms.line
