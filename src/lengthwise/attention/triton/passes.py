@@ -153,14 +153,12 @@ class _Launch:
         call, queries, keys = self.call, self.call.queries, self.call.keys
         rows, heads = call.batch * call.heads, call.batch * call.k.shape[1]
         up = self._upstream(d_out, d_lse, out, lse)
-        to_rows, to_keys = self._row_gradients(), self._key_gradients()
+        tile = self._tile("rows")
+        blocks = triton.cdiv(queries, tile.rows)
+        to_rows, to_keys = self._row_gradients(blocks), self._key_gradients()
         if call.q.numel() and keys:
             profiles = _power_of_2(max(self.flags.PROFILES, 1))
-            tile = self._tile("rows")
             given, sizes, flags = self._arguments(tile)
-            blocks = triton.cdiv(queries, tile.rows)
-            lines = {name: call.q.new_zeros(rows, blocks, self.flags.LINES, dtype=torch.float32) for name in _LINES}
-            to_rows = to_rows._replace(**lines)
             power = _power_of_2(max(self.flags.LINES, 1))
             extra = {"F": flags, "LINES": power, "PROFILES": profiles}
             rows_kernel[blocks, rows](given, sizes, up, to_rows, **extra, **_options(tile))
@@ -287,11 +285,14 @@ class _Launch:
         }
         return found | self._positions("curve", bias.curve)
 
-    def _row_gradients(self) -> RowGradients:
+    def _row_gradients(self, blocks: int) -> RowGradients:
         call, flags = self.call, self.flags
         wanted = {"d_logit": flags.LOGIT, "d_slope": flags.LEVEL, "d_level": flags.LEVEL, "d_factor": flags.LINE}
         found: dict[str, Any] = dict.fromkeys(RowGradients._fields)
         found |= {name: call.q.new_zeros(self.shape, dtype=torch.float32) for name, is_on in wanted.items() if is_on}
+        if flags.LINE:
+            shape = (call.batch * call.heads, blocks, flags.LINES)
+            found |= {name: call.q.new_zeros(shape, dtype=torch.float32) for name in ("d_line_slope", "d_line_start")}
         if flags.PROFILE == OF_QUERIES:
             found["d_mixes"] = call.q.new_zeros(*self.shape, flags.PROFILES, dtype=torch.float32)
         found["d_q"] = call.q.new_zeros(call.q.shape)
@@ -320,13 +321,10 @@ class _Launch:
                 found[f"{name}.table"] = self._entries(up, 0, table.table.shape[1]).sum(0)
         if terms.level is not None:
             name, bias = terms.level
-            own: dict[str, Any] = {
-                "query_level": of_rows.d_level,
-                "key_level": of_keys.d_level,
-                "slope": of_rows.d_slope,
-            }
+            own: dict[str, Any] = {"query_level": of_rows.d_level, "key_level": of_keys.d_level}
             # A level's rest moves the difference as the level does; an operator's results must not be one tensor.
             own |= {"query_rest": own["query_level"].clone(), "key_rest": own["key_level"].clone()}
+            own["slope"] = of_rows.d_slope
             found |= {f"{name}.{part}": x for part, x in own.items() if getattr(bias, part) is not None}
         if terms.line is not None:
             name, line = terms.line
@@ -400,7 +398,6 @@ def _of_table(bias: DistanceBias, d_strip: Float[Tensor, "batch head entry"], fi
 
 
 _AXES = ((0, "batch"), (1, "head"), (2, "row"))
-_LINES = ("d_line_slope", "d_line_start")
 
 Spans = tuple[Int[Tensor, "#batch query"], Int[Tensor, "#batch query"], Bool[Tensor, "#batch query"]]
 
