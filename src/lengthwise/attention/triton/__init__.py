@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lengthwise.attention import custom_op
-from lengthwise.attention.backend import Output, Plan, Refusal
+from lengthwise.attention.backend import Output, Plan, Refusal, finite_inputs
 from lengthwise.attention.call import AttentionCall
 from lengthwise.attention.triton.terms import offsets_of, terms_of
 from lengthwise.attention.triton.tiles import WIDEST, is_interpreted
@@ -53,7 +53,12 @@ def plan(call: AttentionCall) -> Plan | Refusal:
 def run(call: AttentionCall, plan: Plan) -> Output:
     """The output and the log-sum-exp, with gradients for everything that is learned."""
     assert isinstance(plan, TritonPlan)
-    return custom_op.attend(OPERATORS, call, plan.notes)
+    # Out here, so that the operators need not find out again what is finite, nor run twice where something is not.
+    clean, taint = finite_inputs(call)
+    out, lse = custom_op.attend(OPERATORS, clean, plan.notes)
+    if taint is not None:
+        out, lse = out + taint[..., None].to(out.dtype), None if lse is None else lse + taint
+    return out, lse
 
 
 def _passes() -> Any:

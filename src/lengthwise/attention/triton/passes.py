@@ -15,7 +15,7 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lengthwise.attention.backend import finite_inputs, merge
+from lengthwise.attention.backend import merge
 from lengthwise.attention.call import AttentionCall
 from lengthwise.attention.triton.kernels import (
     GATHERED,
@@ -55,26 +55,15 @@ RANGES_AT_ONCE = 128
 
 
 def forward(call: AttentionCall, notes: Mapping[str, int]) -> tuple[Tensor, Tensor]:
-    """The output and the log-sum-exp in float32."""
-    clean, taint = finite_inputs(call)
-    out, lse = _Launch(clean, notes).forward()
-    return (out, lse) if taint is None else (out + taint[..., None], lse + taint)
+    """The output and the log-sum-exp in float32, of keys and values that are finite where they are hidden."""
+    return _Launch(call, notes).forward()
 
 
 def backward(
     call: AttentionCall, notes: Mapping[str, int], d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor
 ) -> dict[str, Tensor]:
     """The gradients of q, k and v and of what else is learned, by name."""
-    clean, taint = finite_inputs(call)
-    launch = _Launch(clean, notes)
-    if taint is not None:
-        # The output holds NaN for rows that saw what is not finite; the gradient is that of the finite rest.
-        out, lse = launch.forward()
-    gradients = launch.backward(d_out, d_lse, out, lse)
-    if taint is not None:
-        for name, x in (("k", call.k), ("v", call.v)):
-            gradients[name] = gradients[name].masked_fill(~x.isfinite(), 0)
-    return gradients
+    return _Launch(call, notes).backward(d_out, d_lse, out, lse)
 
 
 class _Launch:
