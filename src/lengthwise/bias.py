@@ -60,6 +60,8 @@ def at_least_float32(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Full precision on x's device; nothing at all where there is no autocast: in decoding even that would be felt."""
     device = "cpu" if x.is_cpu else x.device.type
+    if device != "cpu" and not torch.amp.is_autocast_available(device):
+        return NO_CONTEXT
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else NO_CONTEXT
 
 
