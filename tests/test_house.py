@@ -78,7 +78,7 @@ def test_imports_only_point_down(path):
 
 
 ATTENTION = ROOT / "src/lengthwise/attention"
-BACKENDS = ("native", "row_block", "sdpa", "flex", "reference")
+BACKENDS = ("native", "row_block", "sdpa", "flex", "reference", "triton")
 
 
 def backend_of(module: str) -> str | None:

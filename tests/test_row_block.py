@@ -16,6 +16,7 @@ from tiles_case import (
     by_row_block,
     cut_small,
     make_case,
+    operator_arguments,
     results,
     upstream,
 )
@@ -25,7 +26,6 @@ from lengthwise.attention import call as calls
 from lengthwise.attention import row_block, skipping
 from lengthwise.attention.backend import Refusal
 from lengthwise.attention.call import AttentionCall
-from lengthwise.attention.row_block import custom_op
 from lengthwise.bias import DistanceBias, FunctionBias, LevelBias
 from lengthwise.token_layout import TokenLayout
 
@@ -174,11 +174,7 @@ def test_an_exported_call_is_one_node_and_takes_every_length(kind, strict):
 )
 def test_the_operators_keep_their_promises(kind, situation):
     call, _ = make_case(kind, situation, keys=21).call(torch.float64)
-    parts = custom_op._take_apart(call, named=True)
-    text = custom_op._to_text(list(parts.tensors), list(parts.ints), parts.plain)
-    lists = [x.detach().requires_grad_(x.requires_grad) for x in parts.tensors.values()], list(parts.ints.values())
-    args = call.q, call.k, call.v, *lists, call.scale, call.softcap, text
-    torch.library.opcheck(torch.ops.lengthwise.row_block.default, args)
+    torch.library.opcheck(torch.ops.lengthwise.row_block.default, operator_arguments(call))
 
 
 def without_name(call: AttentionCall) -> AttentionCall:

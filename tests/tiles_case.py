@@ -10,7 +10,7 @@ from rounding import Inside, Tensors, assert_within_rounding, rounding_noise
 from torch import Tensor
 
 from lengthwise.attention import call as calls
-from lengthwise.attention import run
+from lengthwise.attention import custom_op, run
 from lengthwise.attention.call import AttentionCall, checked_call
 from lengthwise.attention.row_block import tiles
 from lengthwise.bias import (
@@ -40,6 +40,14 @@ def by_reference(call: AttentionCall) -> tuple[Tensor, Tensor]:
 def by_row_block(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """The output and the log-sum-exp in tiles."""
     return _both(call, "row_block")
+
+
+def operator_arguments(call: AttentionCall) -> tuple[Any, ...]:
+    """What the operators of a backend are given for a call."""
+    parts = custom_op._take_apart(call, named=True, notes={})
+    text = custom_op._to_text(list(parts.tensors), list(parts.ints), parts.plain)
+    lists = [x.detach().requires_grad_(x.requires_grad) for x in parts.tensors.values()], list(parts.ints.values())
+    return call.q, call.k, call.v, *lists, call.scale, call.softcap, text
 
 
 def _both(call: AttentionCall, backend: str) -> tuple[Tensor, Tensor]:

@@ -60,6 +60,8 @@ def at_least_float32(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Full precision on x's device; nothing at all where there is no autocast: in decoding even that would be felt."""
     device = "cpu" if x.is_cpu else x.device.type
+    if device != "cpu" and not torch.amp.is_autocast_available(device):
+        return NO_CONTEXT
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else NO_CONTEXT
 
 
@@ -472,7 +474,7 @@ class LevelBias(Bias):
         """The same bias with levels, where it has steps."""
         if self.step is None:
             return self
-        key_level = self.step.cumsum(2, dtype=torch.float64)
+        key_level = float64_sums(self.step)
         query_level = _from_slot(key_level, self.start, self.queries)
         return LevelBias(query_level, key_level, self.slope, self.curve, self.rising)
 
@@ -543,8 +545,22 @@ def has_float64(device: torch.device) -> bool:
 def running_sums(step: Float[Tensor, "*rest key"]) -> tuple[Tensor, Tensor | None]:
     """The sums of the steps up to each, in float64 or, without it, as float32 and what that rounded away."""
     if has_float64(step.device):
-        return step.cumsum(-1, dtype=torch.float64), None
+        return float64_sums(step), None
     return two_float_sums(step)
+
+
+def float64_sums(step: Float[Tensor, "*rest key"]) -> Float[Tensor, "*rest key"]:
+    """Running sums in float64; on a device by doubling, since cumsum's bits differ there from run to run."""
+    return step.cumsum(-1, dtype=torch.float64) if step.device.type == "cpu" else doubled_sums(step.double())
+
+
+def doubled_sums(step: Float[Tensor, "*rest key"]) -> Float[Tensor, "*rest key"]:
+    """Running sums in log(n) additions, always in the same order, and so are those of its gradient."""
+    reach = 1
+    while reach < step.shape[-1]:
+        step = step + torch.nn.functional.pad(step, (reach, 0))[..., : step.shape[-1]]
+        reach *= 2
+    return step
 
 
 def two_float_sums(step: Float[Tensor, "*rest key"]) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lengthwise.attention import flex, native, reference, row_block, sdpa
+from lengthwise.attention import flex, native, reference, row_block, sdpa, triton
 from lengthwise.attention.backend import Output, Plan, Refusal, merge
 from lengthwise.attention.call import AttentionCall, CallOptions, checked_call, skipping
 from lengthwise.attention.reference import Explanation
@@ -35,6 +35,7 @@ BACKENDS: dict[str, ModuleType] = {
     "sdpa": sdpa,
     "flex": flex,
     "reference": reference,
+    "triton": triton,
 }
 """Backends by name."""
 

@@ -140,6 +140,14 @@ class AttentionCall:
         own = replace(layout, query=bias.query, key=bias.key, facts=None).with_facts()
         return None if own.facts is None else own.facts.offsets
 
+    def with_known_start(self) -> "AttentionCall":
+        """The call with the slot of its first query as a number, which is read where it is a tensor."""
+        layout = self.layout
+        if not isinstance(layout.query_start, Tensor):
+            return self
+        known = replace(layout, query_start=int(layout.query_start)).with_facts()
+        return replace(self, visibility=replace(self.visibility, layout=known))
+
     def describe(self) -> str:
         """The call in words, for errors."""
         lines = [_tensor("q", self.q, "query"), _tensor("k", self.k, "key"), _tensor("v", self.v, "key")]

@@ -25,9 +25,11 @@ class TableCache:
         """make(n) with n >= reach, or what it gave last if that reaches and nothing that it was made of has changed.
 
         Numbers are compared, not versions, which writing to `.data` would not change. Where a gradient may be wanted,
-        and in one pass over all tokens, it is made anew and no longer than needed.
+        in one pass over all tokens, and on a device, which would have to be waited for, it is made anew and no longer
+        than needed.
         """
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not decoding:
+        on_device = any(not x.is_cpu for x in made_of)
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not decoding or on_device:
             return make(reach)
         last = self._last
         if last is None or last[0] < reach or not all(map(_same, last[1], made_of)):

@@ -12,6 +12,7 @@ as is the table, which the models share among their layers.
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
@@ -114,8 +115,9 @@ class Deberta(QueryEncoding):
         profiles = []
         for layer, buckets in ((self.to_key, self.of_query), (self.to_query, self.of_key)):
             by_bucket = project(layer, self.table[None])[0]
-            index = torch.tensor(buckets, device=by_bucket.device)[None].expand(by_bucket.shape[0], -1)
-            profiles.append(by_bucket.gather(1, index).unflatten(0, (self.shape.heads, -1)))
+            index = torch.tensor(buckets, device=by_bucket.device)
+            # Not by gather, whose gradient is added up in any order on CUDA.
+            profiles.append(F.embedding(index, by_bucket.T).T.unflatten(0, (self.shape.heads, -1)))
         return profiles
 
 

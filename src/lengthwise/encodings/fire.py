@@ -72,7 +72,7 @@ class Fire(Encoding):
         network = (c, limit, *layers)
         if reach is None:
             return FunctionBias(fire_tile, (query, key, scope, *network))
-        if facts is not None and query.numel():
+        if facts is not None and query.is_cpu and query.numel():
             furthest = facts.highest if causal else int(scope.max())
             if furthest <= float(limit.detach()):
                 make_table = partial(fire_table, causal=causal, network=network)

@@ -159,7 +159,8 @@ def cached_layout(cache: Cache, number: int, layout: TokenLayout, window: Window
     count, first = cache.get_mask_sizes(layout.query_count, number)
     if not isinstance(layout.query_start, Tensor):
         count = min(count, layout.key_count - first)
-        if not torch.compiler.is_compiling() and first and layout.key_mask is not None and not isinstance(window, int):
+        readable = not torch.compiler.is_compiling() and layout.key.device.type == "cpu"
+        if readable and first and layout.key_mask is not None and not isinstance(window, int):
             _check_padding(layout.key_mask, first, int(layout.query_start))
     return layout if first == 0 and count == layout.key_count else layout.keys(first, count)
 

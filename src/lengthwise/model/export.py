@@ -9,7 +9,8 @@ copied under flat names, and in each of them the lines that import our own modul
     from lengthwise.attention import reference         from . import attention_reference as reference
     from jaxtyping import Float                        from .shapes import Float
 
-Nothing is left out but the C++ kernel, so an exported model computes what ours does, by the backends in torch.
+Nothing is left out but the kernels in C++ and Triton, so an exported model computes what ours does, by the backends in
+torch.
 """
 
 import json
@@ -34,8 +35,11 @@ FILES = (
 )
 """What is copied, as patterns; a test holds them to what the model really imports."""
 
-NOT_COPIED = ("encodings/catalogue.py", "attention/info.py")
-"""Commands of ours that no model needs."""
+NOT_COPIED = (
+    *("encodings/catalogue.py", "attention/info.py"),
+    *("attention/triton/passes.py", "attention/triton/kernels.py"),
+)
+"""Commands of ours that no model needs, and what needs Triton."""
 
 KNOWN = {
     "model.configuration": "configuration_lengthwise",

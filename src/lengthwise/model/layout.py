@@ -33,15 +33,18 @@ def make_layout(
     """
     batch, queries = tokens.shape[:2]
     eager = not torch.compiler.is_compiling()
-    if eager:
+    # What a device holds is not read back: what follows from values is left out there, as in a compiled graph.
+    readable = eager and tokens.device.type == "cpu"
+    if eager and (isinstance(past, int) or past.device.type == "cpu"):
         past = int(past)
     keys = cast(int, capacity if isinstance(past, Tensor) else past + queries)
-    if eager and capacity is not None and keys > capacity:
+    if eager and not isinstance(past, Tensor) and capacity is not None and keys > capacity:
         raise ValueError(
             f"a static cache of {capacity} tokens has {past} in it and no room for {queries} more; make a longer one"
         )
-    mask = _key_mask(attention_mask, batch, keys, capacity, tokens.device)
-    if eager and mask is not None and mask.all():
+    is_open = not eager or isinstance(past, Tensor)
+    mask = _key_mask(attention_mask, batch, keys, capacity, tokens.device, is_open=is_open)
+    if readable and mask is not None and mask.all():
         mask = None
     if position_ids is None and mask is None and isinstance(past, int):
         return layout(queries, past=past, causal=causal, device=tokens.device)
@@ -51,8 +54,8 @@ def make_layout(
         query = key.index_select(1, past + torch.arange(queries, device=tokens.device))
     else:
         query = _checked_ids(position_ids, batch, queries).to(tokens.device)
-        key, documents = _place(query, mask, past, keys, refuse_gaps=eager and cached)
-        if eager and (documents == documents[:, :1]).all():
+        key, documents = _place(query, mask, past, keys, refuse_gaps=readable and cached)
+        if readable and (documents == documents[:, :1]).all():
             documents = None
     return TokenLayout.of(query, key, key_mask=mask, documents=documents, start=past, causal=causal)
 
@@ -75,7 +78,8 @@ def with_mask(layout: TokenLayout, mask: Tensor, batch: int, heads: int, capacit
     Under a static cache the mask may cover the whole of it or what is filled.
     """
     queries, keys = layout.query_count, layout.key_count
-    fits = mask.shape[-1] <= keys if torch.compiler.is_compiling() else mask.shape[-1] in (keys, capacity)
+    is_open = torch.compiler.is_compiling() or isinstance(layout.query_start, Tensor)
+    fits = mask.shape[-1] <= keys if is_open else mask.shape[-1] in (keys, capacity)
     fits = fits and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads) and mask.shape[2] == queries
     if not fits or not (mask.is_floating_point() or mask.dtype == torch.bool):
         raise ValueError(
@@ -136,12 +140,12 @@ def _slots(query: Positions, past: Slot) -> Int[Tensor, " query"]:
 
 
 def _key_mask(
-    mask: Tensor | None, batch: int, keys: int, capacity: int | None, device: torch.device
+    mask: Tensor | None, batch: int, keys: int, capacity: int | None, device: torch.device, *, is_open: bool
 ) -> Bool[Tensor, "batch key"] | None:
     if mask is None:
         return None
-    # Under a static cache a mask may cover the whole of it, or what is filled, which a graph cannot know.
-    fits = mask.shape[-1] <= keys if torch.compiler.is_compiling() else mask.shape[-1] in (keys, capacity)
+    # Under a static cache a mask may cover the whole of it, or what is filled, which no graph and no device tells.
+    fits = mask.shape[-1] <= keys if is_open else mask.shape[-1] in (keys, capacity)
     if mask.ndim != 2 or mask.shape[0] != batch or not fits:
         raise ValueError(
             f"attention_mask must be (batch, tokens) = ({batch}, {keys}), cached tokens included, 0 for padding; its "

@@ -203,7 +203,7 @@ class TilesPlan(Plan):
 
 def plan(call: AttentionCall) -> TilesPlan | Refusal:
     """What the kernel needs, or why it cannot take the call."""
-    call = _with_known_start(call)
+    call = call.with_known_start()
     masks = _masks(call)
     if isinstance(masks, Refusal):
         return masks
@@ -470,15 +470,6 @@ def _falls_along_rows(bias: LineBias) -> bool:
     table, knots = bias.curve.table, bias.knots
     rising = (table[:, 1:] >= table[:, :-1]).all() & (knots[1:] >= knots[:-1]).all() & (bias.factor >= 0).all()
     return bool(rising)
-
-
-def _with_known_start(call: AttentionCall) -> AttentionCall:
-    """The call with the slot of its first query as a number."""
-    layout = call.layout
-    if isinstance(layout.query_start, int):
-        return call
-    known = replace(layout, query_start=int(layout.query_start)).with_facts()
-    return replace(call, visibility=replace(call.visibility, layout=known))
 
 
 def _masks(call: AttentionCall) -> dict[str, Tensor] | Refusal:

@@ -1,0 +1,113 @@
+"""Attention in Triton, for GPUs: forward and backward for described biases, with the same bits in every run.
+
+terms     the bias as the kernels know it
+tiles     how large tiles are, by kernel, precision and card
+passes    what is launched for a call, forward and backward
+kernels   the kernels themselves
+
+They were checked against the reference in Triton's interpreter (TRITON_INTERPRET=1) and compiled for several cards;
+the authors had no GPU to run them on. `triton` comes with torch's CUDA builds and is imported when it is needed.
+"""
+
+import importlib
+import importlib.util
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lengthwise.attention import custom_op
+from lengthwise.attention.backend import Output, Plan, Refusal, finite_inputs
+from lengthwise.attention.call import AttentionCall
+from lengthwise.attention.triton.terms import offsets_of, terms_of
+from lengthwise.attention.triton.tiles import WIDEST, is_interpreted
+
+CAPABILITY = (8, 0)
+"""The oldest cards; older ones have too few registers."""
+
+
+@dataclass(frozen=True)
+class TritonPlan(Plan):
+    """What is known of the call beside its tensors."""
+
+    notes: dict[str, int] = field(default_factory=dict)
+
+
+def plan(call: AttentionCall) -> Plan | Refusal:
+    """The plan for a call, or why the kernels cannot take it."""
+    reason = _fault(call)
+    if reason is not None:
+        return Refusal.because(reason)
+    terms = terms_of(call.bias)
+    if isinstance(terms, Refusal):
+        return terms
+    if terms.level is not None and (step := terms.level[1].step) is not None and call.needs_grad and step.requires_grad:
+        return Refusal.because("its kernels take the levels of learned steps, got the steps themselves")
+    notes = offsets_of(call, terms)
+    if notes is None and len(terms.tables) > 1:
+        return Refusal.because("tables are added up where positions follow the slots, which is not known here")
+    return TritonPlan(notes or {})
+
+
+def run(call: AttentionCall, plan: Plan) -> Output:
+    """The output and the log-sum-exp, with gradients for everything that is learned."""
+    assert isinstance(plan, TritonPlan)
+    # Out here, so that the operators need not find out again what is finite, nor run twice where something is not.
+    clean, taint = finite_inputs(call)
+    out, lse = custom_op.attend(OPERATORS, clean, plan.notes)
+    if taint is not None:
+        out, lse = out + taint[..., None].to(out.dtype), None if lse is None else lse + taint
+    return out, lse
+
+
+def _passes() -> Any:
+    """By name: only here is Triton imported, and an exported model has no such file."""
+    return importlib.import_module(f"{__name__}.passes")
+
+
+def _forward(call: AttentionCall, notes: custom_op.Notes) -> tuple[Tensor, Tensor]:
+    results: tuple[Tensor, Tensor] = _passes().forward(call, notes)
+    return results
+
+
+def _backward(call: AttentionCall, notes: custom_op.Notes, *saved: Tensor) -> dict[str, Tensor]:
+    gradients: dict[str, Tensor] = _passes().backward(call, notes, *saved)
+    return gradients
+
+
+OPERATORS = custom_op.operators("triton", _forward, _backward)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _machine_fault(device: str) -> str | None:
+    """Why the machine is none for the kernels; a compiled graph asks once."""
+    kind = device.partition(":")[0]
+    if kind != "cuda" and not (kind == "cpu" and is_interpreted()):
+        return f"its kernels are for GPUs, got tensors on {kind}"
+    if not globals().get("__path__"):
+        return "its kernels are not part of an exported model"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; torch's CUDA builds bring it"
+    if kind == "cuda" and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < CAPABILITY:
+            return f"its kernels need a card of compute capability 8.0 or more, got {capability[0]}.{capability[1]}"
+    return None
+
+
+def _fault(call: AttentionCall) -> str | None:
+    """Why the machine or the call is none for the kernels."""
+    reason: str | None = _machine_fault(str(call.q.device))
+    if reason is not None:
+        return reason
+    if call.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"its kernels compute in float32, float16 and bfloat16, got {call.dtype}"
+    width = max(call.q.shape[3], call.v.shape[3])
+    if width > WIDEST:
+        return f"its kernels take heads up to {WIDEST} wide, got {width}"
+    if call.rescore is not None:
+        return "its kernels do not rescore"
+    if call.layout.mask is not None:
+        return "its kernels take no explicit mask"
+    return None

@@ -1,0 +1,69 @@
+"""How large tiles are and how many warps compute one, by kernel, precision, head width and card: no autotuning.
+
+Chosen from the machine code that comes out, its registers, spills and shared memory; nobody has timed them.
+"""
+
+import os
+from typing import NamedTuple
+
+import torch
+
+SMALL_MEMORY = ((8, 6), (8, 9), (12, 0))
+"""Capabilities of cards with 99 KB of shared memory a block."""
+
+WIDEST = 128
+"""The widest head."""
+
+PROGRAMS_PER_PROCESSOR = 2
+"""So many programs each multiprocessor should have in decoding."""
+
+
+class Tile(NamedTuple):
+    """Rows and keys of a tile, warps, and how many tiles are on their way at once."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def is_interpreted() -> bool:
+    """Whether Triton interprets its kernels on the CPU; decided once, when Triton is imported."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def tile_for(kernel: str, dtype: torch.dtype, width: int, heavy: bool, capability: tuple[int, int] | None) -> Tile:
+    """The tile of "forward", "decode", "rows", "keys", "bands" or "entries"; capability None is the interpreter.
+
+    `heavy` biases, lines and profiles, keep more numbers of a pair at once.
+    """
+    if capability is None:
+        return Tile(16 if kernel == "decode" else 32, 32, 4, 1)
+    if kernel == "entries":
+        return Tile(32, 32, 4, 1)
+    whole, wide = dtype == torch.float32, width > 64
+    few = capability in SMALL_MEMORY
+    if kernel == "decode":
+        return Tile(16, 32 if whole else 64, 4, 2)
+    if kernel == "bands" and (whole or heavy or (wide and capability[0] < 9)):
+        return Tile(32, 32, 4, 1)
+    if whole:
+        return Tile(64, 32, 8, 1)
+    if heavy:
+        return Tile(32, 64, 4, 2) if kernel == "keys" else Tile(64, 32, 4, 2)
+    if kernel == "forward":
+        return Tile(64 if few else 128, 64, 8 if wide or capability[0] in (9, 10) else 4, 2 if wide or few else 3)
+    if kernel == "keys" and few and not wide:
+        return Tile(32, 32, 4, 2)
+    if kernel == "keys" and capability[0] >= 9:
+        return Tile(32, 64, 4, 2)
+    return Tile(64, 64, 8 if wide or capability[0] == 10 else 4, 2)
+
+
+def shares_of_keys(programs: int, tiles: int, device: torch.device) -> int:
+    """Over how many programs the keys of a block of rows are spread in decoding."""
+    processors = 4
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    wanted = -(-PROGRAMS_PER_PROCESSOR * processors // max(programs, 1))
+    return max(1, min(wanted, tiles))
