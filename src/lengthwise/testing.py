@@ -483,6 +483,24 @@ def sinks_take_weight(subject: Subject) -> None:
     assert_near(lse, wanted_lse, "lse")
 
 
+def parts_equal_the_whole(subject: Subject) -> None:
+    """An encoding for some of its heads gives of these what the whole gives of them."""
+    layer, x, layout = subject.layer(), subject.tokens(), subject.layout()
+    whole, _ = layer.parts(x, layout, subject.backend)
+    for heads in ([1], [2, 0]):
+        part = copy.deepcopy(layer)
+        try:
+            part.encoding = layer.encoding.select_heads(heads)
+        except NotImplementedError as error:
+            raise DoesNotApply(str(error)) from error
+        weight, bias = (
+            p.detach().unflatten(0, (3, subject.heads, -1)) for p in (layer.to_qkv.weight, layer.to_qkv.bias)
+        )
+        part.to_qkv.weight, part.to_qkv.bias = (nn.Parameter(p[:, heads].flatten(0, 2)) for p in (weight, bias))
+        own, _ = part.parts(x, layout, subject.backend)
+        assert_near(own, whole[:, heads], f"heads {heads}")
+
+
 LAWS: tuple[Callable[[Subject], None], ...] = (
     describes_itself,
     is_rebuilt_from_its_parts,
@@ -500,6 +518,7 @@ LAWS: tuple[Callable[[Subject], None], ...] = (
     lse_is_the_reference_s,
     bands_merge,
     sinks_take_weight,
+    parts_equal_the_whole,
 )
 
 

@@ -23,6 +23,8 @@ from lengthwise.token_layout import TokenLayout, Window
 class _LengthScale(Encoding):
     """A factor that every head shares."""
 
+    by_head = ()
+
     def logit_scale(
         self, x: Tokens, layout: TokenLayout, *, window: Window | None = None
     ) -> Float[Tensor, "#batch #head query"]:

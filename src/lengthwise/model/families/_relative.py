@@ -20,7 +20,7 @@ def query_distance_bias(
     first: Int[Tensor, ""],
 ) -> FunctionBias:
     """The queries' vectors against the profile of each distance; `first` is the distance of the first profile."""
-    return FunctionBias(_of_queries, (vectors.transpose(-1, -2), key, query, profiles, first))
+    return FunctionBias(_of_queries, (vectors.transpose(-1, -2), key, query, profiles, first), "qkq")
 
 
 def key_distance_bias(
@@ -31,7 +31,7 @@ def key_distance_bias(
     first: Int[Tensor, ""],
 ) -> FunctionBias:
     """The same with the keys' vectors."""
-    return FunctionBias(_of_keys, (query, vectors.transpose(-1, -2), key, profiles, first))
+    return FunctionBias(_of_keys, (query, vectors.transpose(-1, -2), key, profiles, first), "qkk")
 
 
 def _of_queries(
