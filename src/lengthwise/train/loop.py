@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from lengthwise.data import Batches
 from lengthwise.data.tokens import document_positions
+from lengthwise.distributed import check_spreadable, ring_loss
 from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.runs import Run, RunWriter
 from lengthwise.train.checkpoint import (
@@ -45,14 +47,16 @@ log = logging.getLogger(__name__)
 class SummedLoss(nn.Module):
     """The sum of the losses of some sequences, as a forward pass: DDP and FSDP2 hook no other method."""
 
-    def __init__(self, model: LengthwiseForCausalLM) -> None:
+    def __init__(self, model: LengthwiseForCausalLM, ring: ProcessGroup | None = None) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.ring = model, ring
 
     def forward(
         self, tokens: Int[Tensor, "batch position"], positions: Int[Tensor, "batch position"] | None = None
     ) -> Float[Tensor, ""]:
-        """Not the mean: the parts of a batch may differ in size."""
+        """Not the mean: the parts of a batch may differ in size. Of sequences that processes share, this one's part."""
+        if self.ring is not None:
+            return ring_loss(self.model, tokens, position_ids=positions, group=self.ring)
         return self.model.loss(tokens, tokens, position_ids=positions, reduction="sum")
 
 
@@ -72,6 +76,8 @@ def run(config: ResolvedTrainConfig, world: World) -> None:
     seed_everything(config.seed)
     model = LengthwiseForCausalLM(model_config(config, len(tokenizer), end=tokenizer.eos_token_id))
     check_positions(config, model)
+    if config.context_parallel > 1:
+        check_spreadable(model.config)
     if config.start_from is not None:
         start_weights(model, config.start_from, tokenizer)
     batches = Batches(tokens, length=config.length, seed=config.seed)
@@ -85,7 +91,7 @@ def run(config: ResolvedTrainConfig, world: World) -> None:
         if config.recompute:
             model.gradient_checkpointing_enable()
         dtype = matmul_dtype(config, world.device)
-        summed_loss = world.wrap(SummedLoss(model), model.transformer.h, dtype)
+        summed_loss = world.wrap(SummedLoss(model, world.ring), model.transformer.h, dtype)
         optimizers = Optimizers(config, model)
         start, seconds = 0, 0.0
         seed_everything(config.seed, world.rank)

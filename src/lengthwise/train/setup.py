@@ -10,11 +10,13 @@ from transformers import PreTrainedTokenizerFast
 from lengthwise.data import Split, Tokens, load_tokenizer, prepare
 from lengthwise.data.sources import resolve
 from lengthwise.data.tokenizers import tokenizer_hash
+from lengthwise.distributed import check_spreadable
 from lengthwise.encodings import Encoding
 from lengthwise.loading import load_model
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 from lengthwise.train.config import ResolvedTrainConfig, TrainConfig
 from lengthwise.train.distributed import encoding_parameters
+from lengthwise.train.estimate import Hardware, describe_needs, estimate, meta_model
 from lengthwise.train.positions import PositionRule
 
 GPT2_VOCABULARY = 50_257
@@ -88,9 +90,12 @@ def dry_run(config: TrainConfig) -> str:
     """A few lines on what would be trained; every error that a config alone can have is raised."""
     resolved = config.resolved()
     resolve(resolved.data)
-    with torch.device("meta"):
-        model = LengthwiseForCausalLM(model_config(resolved, vocabulary_size(resolved.tokenizer)))
+    model = meta_model(model_config(resolved, vocabulary_size(resolved.tokenizer)))
     check_positions(resolved, model)
+    if resolved.context_parallel > 1:
+        check_spreadable(model.config)
+    hardware = Hardware.parse({"devices": resolved.context_parallel, **(resolved.hardware or {})})
+    needs = estimate(resolved, model, hardware)
     learned = sum(parameter.numel() for parameter in encoding_parameters(model))
     tokens = resolved.steps * resolved.batch_tokens
     return "\n".join(
@@ -101,6 +106,7 @@ def dry_run(config: TrainConfig) -> str:
             f"tokens    {tokens:,} in {resolved.steps:,} steps of {resolved.sequences:,} x {resolved.length:,}",
             f"rate      {resolved.optimizer}, up to {resolved.learning_rate:g} in {resolved.warmup:,} steps, then down "
             f"to {resolved.final_learning_rate:g}; {resolved.encoding_learning_rate:g} for the encoding's parameters",
+            *describe_needs(resolved, needs, hardware),
         )
     )
 
