@@ -165,7 +165,7 @@ NONSENSE = {
     "study": {
         **{"--config": "/dev/null/x", "--out": "/dev/null/x", "--encodings": "x", "--paper": "x", "--preset": "x"},
         **{"--rope": "x", "--tasks": "x", "--data": "x", "--tokenizer": "x", "--device": "x", "--text": "x"},
-        "--positions": "x",
+        **{"--positions": "x", "--address": "x", "--upload": "moon://x"},
     },
 }
 ANYTHING = {"study": {"--title"}}
