@@ -168,7 +168,8 @@ NONSENSE = {
     "study": {
         **{"--config": "/dev/null/x", "--out": "/dev/null/x", "--encodings": "x", "--paper": "x", "--preset": "x"},
         **{"--stretch": "x", "--tasks": "x", "--data": "x", "--tokenizer": "x", "--device": "x", "--text": "x"},
-        **{"--positions": "x", "--retrieval-set": "x"},
+        **{"--positions": "x", "--retrieval-set": "x", "--address": "x"},
+        "--upload": "moon://x",
     },
 }
 ANYTHING = {"study": {"--title"}}

@@ -30,6 +30,7 @@ ROOMS = [
     "attention",
     "testing",
     "model",
+    "distributed",
     "tasks",
     "data",
     "runs",
@@ -118,7 +119,7 @@ def test_modules_import_without_cycles():
     assert list(TopologicalSorter(graph).static_order()), "an error names the cycle"
 
 
-PUBLIC = ("", ".data", ".evaluate", ".inspect", ".model", ".runs", ".testing", ".train", ".views")
+PUBLIC = ("", ".data", ".distributed", ".evaluate", ".inspect", ".model", ".runs", ".testing", ".train", ".views")
 
 
 @pytest.mark.parametrize("package", PUBLIC)

@@ -24,9 +24,9 @@ from lengthwise.evaluate.statistics import Interval
 from lengthwise.runs import Run
 from lengthwise.study import engine, execute
 from lengthwise.study.config import StudyConfig
+from lengthwise.study.engine import LocalPool, parallel_jobs
 from lengthwise.study.execute import (
     StudyProgress,
-    parallel_jobs,
     read_outcome,
     run_study,
     train_runs,
@@ -55,7 +55,7 @@ def in_process(monkeypatch):
     """Runs trained in this process, which takes no second; those named in the list fail."""
     trained, fails = [], []
 
-    def train_here(waiting, *, out, jobs, progress):
+    def train_here(waiting, *, out, **_):
         ended = {}
         for run in waiting:
             trained.append(run.name)
@@ -246,7 +246,7 @@ def test_the_sections_of_the_report_are_in_its_json(tmp_path, in_process):
 def test_every_option_of_training_and_evaluation_is_one_of_a_study():
     words = ["--learning-rate", "0.5", "--precision", "bfloat16", "--lengths", "12", "34", "--windows", "7"]
     options = dict(study_parser().parse_args([*words, "--seeds", "[1, 2]", "--no_train"]))
-    config = StudyConfig.from_options(**{k: v for k, v in options.items() if k not in ("config", "plan")})
+    config = StudyConfig.from_options(**{k: v for k, v in options.items() if k not in ("config", "plan", "watch")})
     assert config.training == TrainConfig(learning_rate=0.5, precision="bfloat16")
     assert (config.evaluation.lengths, config.evaluation.windows) == ([12, 34], 7)
     assert (config.seeds, config.train) == ([1, 2], False)
@@ -298,7 +298,7 @@ def test_runs_in_their_own_processes_tell_their_memory_and_a_failing_one_its_las
         planned[1], config=dataclasses.replace(planned[1].config, data=str(tmp_path / "nothing"))
     )
     with StudyProgress(planned) as progress:
-        ended = train_runs(planned, out=tmp_path, jobs=2, progress=progress)
+        ended = train_runs(planned, out=tmp_path, engine=LocalPool(2), progress=progress)
     assert progress.done == {"alibi-1337": 3, "kerple-1337": 3, "none-1337": 3}
     for run in (planned[0], planned[2]):
         assert ended[run.name].failure is None
@@ -310,7 +310,7 @@ def test_runs_in_their_own_processes_tell_their_memory_and_a_failing_one_its_las
     # The number of jobs changes how many train at a time, and no number.
     alone = study_runs(small(tmp_path, encodings=["alibi", "none"], out=str(tmp_path / "alone")))
     with StudyProgress(alone) as progress:
-        train_runs(alone, out=tmp_path / "alone", jobs=1, progress=progress)
+        train_runs(alone, out=tmp_path / "alone", engine=LocalPool(1), progress=progress)
     losses = [
         [[line["loss"] for line in run.run.metrics] for run in runs] for runs in (alone, (planned[0], planned[2]))
     ]
@@ -381,7 +381,7 @@ def wait_until(true, seconds: float = 240) -> None:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_the_papers_studies_parse_and_plan(path):
     chosen = study_parser().parse_args(["--config", str(path)])
-    options = {name: value for name, value in dict(chosen).items() if name not in ("config", "plan")}
+    options = {name: value for name, value in dict(chosen).items() if name not in ("config", "plan", "watch")}
     config = StudyConfig.from_options(**options)
     planned = study_runs(config)
     assert len(planned) == len(config.encodings) * len(config.seeds)

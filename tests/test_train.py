@@ -67,7 +67,12 @@ def test_the_kept_config_gives_the_same_numbers_again_with_snapshots_or_without(
     folder, run = finished
     again = TrainConfig(**(run.config | {"maps_every": 0}), out=str(folder / "again"))
     assert_same_run(train(again), run)
-    assert {field.name for field in dataclasses.fields(TrainConfig)} - run.config.keys() == {"out", "resume", "dry_run"}
+    assert {field.name for field in dataclasses.fields(TrainConfig)} - run.config.keys() == {
+        "out",
+        "resume",
+        "dry_run",
+        "hardware",
+    }
     assert None not in [run.config[name] for name in dataclasses.asdict(RECIPES["nano"])]
 
 

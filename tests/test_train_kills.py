@@ -14,9 +14,9 @@ from lengthwise.runs import Run
 from lengthwise.train import train
 
 
-def assert_survives(folder, name, at, world=1, rank=0):
+def assert_survives(folder, name, at, world=1, rank=0, **changes):
     """A run that is killed at the moment `at`, in one process, and resumed, is the run named "whole"."""
-    config = small_config(folder, name)
+    config = small_config(folder, name, **changes)
 
     def killed():
         if int(os.environ.get("RANK", "0")) == rank:

@@ -9,26 +9,13 @@ import sys
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from train_kit import in_processes, last_state, numbers, small_config
+from train_kit import assert_close, in_processes, last_state, small_config
 
 from lengthwise.encodings import Encoding
 from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.runs import Run, RunWriter
 from lengthwise.train import loop, train
 from lengthwise.train.loop import SummedLoss
-
-
-def assert_close(found: Run, wanted: Run) -> None:
-    """The same losses to 1e-4, as the issue asks, and the same weights nearly."""
-    for mine, theirs in zip(numbers(found), numbers(wanted), strict=True):
-        assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-4)
-        assert mine["gradient"] == pytest.approx(theirs["gradient"], rel=1e-3)
-        for length, loss in theirs.get("held_out", {}).items():
-            assert mine["held_out"][length] == pytest.approx(loss, abs=1e-3)
-    ours, other = (LengthwiseForCausalLM.from_pretrained(run.final).state_dict() for run in (found, wanted))
-    assert ours.keys() == other.keys()
-    for name, weight in other.items():
-        assert torch.allclose(ours[name], weight, atol=2e-3), name
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ A Bias takes itself apart, into tensors and plain values by name, and is put tog
 files, the page and pictures all use that one description. It is a pytree.
 """
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from lengthwise.errors import check_broadcast, check_choice, check_tensor, describe
+from lengthwise.token_layout import Ring
 
 Index = slice | Int[Tensor, " index"]
 """Some rows or columns of a bias: whatever picks from one axis of a tensor."""
@@ -204,6 +206,9 @@ def _named(function: Callable[..., Any]) -> str:
 
 B = TypeVar("B", bound="Bias")
 
+Axes = Mapping[Literal["head", "query", "key"], int]
+"""Which axis of a tensor runs over heads, queries or keys."""
+
 
 class Bias(Description, ABC):
     """What is added to the scores of one call of attention."""
@@ -235,6 +240,24 @@ class Bias(Description, ABC):
         """Whether it is seen to depend on distance alone; False where it does not, or that is hard to see."""
         return False
 
+    def axes(self) -> dict[str, Axes]:
+        """By the name of a tensor which of its axes runs over heads, queries or keys; one of 1 is for all of them.
+
+        With these a bias of some queries and keys is put together from those of others.
+        """
+        return dict(self._axes)
+
+    def key_peaks(self, width: int, count: int) -> dict[str, Tensor] | None:
+        """What bounds the bias of `count` blocks of `width` keys from above, by name; None where nothing does.
+
+        The last axis of each runs over the blocks; those behind the last key are bounded by -inf.
+        """
+        return None
+
+    def ceiling(self, peaks: Mapping[str, Tensor]) -> Float[Tensor, "#batch #head query block"]:
+        """The largest bias that each query can have in blocks of keys with these peaks, if none comes after it."""
+        raise NotImplementedError(f"a {type(self).__name__} has no bound")
+
     def first_sequence(self: B) -> B:
         """That of the first sequence alone, detached and on the CPU: for maps and files."""
         own = {name: x.detach()[:1] if name in self._by_sequence else x.detach() for name, x in self.tensors().items()}
@@ -242,6 +265,8 @@ class Bias(Description, ABC):
 
     _by_sequence: ClassVar[tuple[str, ...]] = ()
     """The tensors whose first axis is the batch."""
+    _axes: ClassVar[Mapping[str, Axes]] = {}
+    """`axes` of a kind whose tensors always have the same."""
 
 
 @described
@@ -258,6 +283,7 @@ class DistanceBias(Bias):
     first: int = 0
 
     _by_sequence: ClassVar = ("query", "key")
+    _axes: ClassVar = {"table": {"head": 0}, "query": {"query": 1}, "key": {"key": 1}}
 
     def __post_init__(self) -> None:
         check_tensor("table", self.table, ("head", "distance"), "floating-point")
@@ -279,6 +305,19 @@ class DistanceBias(Bias):
     def is_uniform(self) -> bool:
         """Whether queries and keys stand one apart."""
         return all(bool((x.diff() == 1).all()) for x in (self.query, self.key))
+
+    def key_peaks(self, width: int, count: int) -> dict[str, Tensor] | None:
+        """The last position of each block, where the table falls so far that a weight could vanish."""
+        table = self.table.detach()
+        if not (table.amax(1) - table.amin(1)).amax() > LEAST_FALL:
+            return None
+        return {"key": block_peaks(self.key, width, count)}
+
+    def ceiling(self, peaks: Mapping[str, Tensor]) -> Float[Tensor, "#batch head query block"]:
+        """The largest number of the table from the nearest distance on."""
+        nearest = self.query[:, :, None] - peaks["key"][:, None] - self.first
+        largest = at_least_float32(self.table.detach()).flip(1).cummax(1).values.flip(1)
+        return picked_columns(largest, nearest.clamp(0, self.table.shape[1] - 1)).transpose(0, 1)
 
     def first_sequence(self) -> "DistanceBias":
         """Without the distances at the table's end that the first sequence does not have."""
@@ -367,6 +406,15 @@ class QueryDistanceBias(Bias):
         """Queries' and keys'."""
         return self.query, self.key
 
+    def axes(self) -> dict[str, Axes]:
+        """Rows are those of one side."""
+        return {
+            "rows": {"head": 1, self.side: 2},
+            "profiles": {"head": 0},
+            "query": {"query": 1},
+            "key": {"key": 1},
+        }
+
     def first_sequence(self) -> "QueryDistanceBias":
         """Without the distances at the profiles' end that the first sequence does not have."""
         own = super().first_sequence()
@@ -427,6 +475,10 @@ class LevelBias(Bias):
     """How many queries there are where levels are steps."""
 
     _by_sequence: ClassVar = ("query_level", "key_level", "slope", "query_rest", "key_rest", "step")
+    _axes: ClassVar = {
+        **{name: {"head": 1, "query": 2} for name in ("query_level", "query_rest", "slope")},
+        **{name: {"head": 1, "key": 2} for name in ("key_level", "key_rest")},
+    }
 
     def __post_init__(self) -> None:
         check_choice("curve", self.curve, get_args(Curve))
@@ -459,13 +511,14 @@ class LevelBias(Bias):
         queries: int,
         curve: Curve = "linear",
         rising: bool = False,
+        ring: Ring | None = None,
     ) -> "LevelBias":
         """Levels that are running sums of steps; those of the queries are the ones from slot `start` on."""
         lazy = isinstance(start, int) and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if lazy and has_float64(step.device):
+        if lazy and ring is None and has_float64(step.device):
             return cls(None, None, slope, curve, rising, step=step, start=int(start), queries=queries)
         parts: list[Tensor | None] = []
-        for level in running_sums(step):
+        for level in running_sums(step, ring):
             parts += [None, None] if level is None else [_from_slot(level, start, queries), level]
         query_level, key_level, query_rest, key_rest = parts
         return cls(query_level, key_level, slope, curve, rising, query_rest, key_rest)
@@ -517,6 +570,20 @@ class LevelBias(Bias):
         steps = torch.cat([levels.query_level.diff(), levels.key_level.diff()], -1)
         return bool((steps == steps[..., :1]).all() and (self.slope == self.slope[..., :1]).all())
 
+    def key_peaks(self, width: int, count: int) -> dict[str, Tensor] | None:
+        """The highest level of each block, where a level is one number."""
+        if self.key_level is None or self.key_rest is not None:
+            return None
+        return {"level": block_peaks(self.key_level, width, count)}
+
+    def ceiling(self, peaks: Mapping[str, Tensor]) -> Float[Tensor, "#batch #head query block"]:
+        """From the highest level; no bound where a slope is negative."""
+        assert self.query_level is not None
+        slope = at_least_float32(self.slope.detach())[..., None]
+        way = (self.query_level.detach()[..., None] - peaks["level"][..., None, :]).clamp(min=0).to(slope.dtype)
+        fall = way if self.curve == "linear" else torch.log1p(way.square())
+        return torch.where(slope >= 0, -slope * fall, torch.inf)
+
     def first_sequence(self) -> "LevelBias":
         """With levels where it has steps."""
         return super(LevelBias, self.summed()).first_sequence()
@@ -542,8 +609,13 @@ def has_float64(device: torch.device) -> bool:
     return device.type != "mps"
 
 
-def running_sums(step: Float[Tensor, "*rest key"]) -> tuple[Tensor, Tensor | None]:
-    """The sums of the steps up to each, in float64 or, without it, as float32 and what that rounded away."""
+def running_sums(step: Float[Tensor, "*rest key"], ring: Ring | None = None) -> tuple[Tensor, Tensor | None]:
+    """The sums of the steps up to each, in float64 or, without it, as float32 and what that rounded away.
+
+    `ring` is the layout's: where several processes share a sequence, the sums are over the tokens of all of them.
+    """
+    if ring is not None:
+        return ring.running_sums(step), None
     if has_float64(step.device):
         return float64_sums(step), None
     return two_float_sums(step)
@@ -561,6 +633,17 @@ def doubled_sums(step: Float[Tensor, "*rest key"]) -> Float[Tensor, "*rest key"]
         step = step + torch.nn.functional.pad(step, (reach, 0))[..., : step.shape[-1]]
         reach *= 2
     return step
+
+
+LEAST_FALL = 87.0
+"""From so much on, in nats, float32 has no whole precision left for a weight."""
+
+
+def block_peaks(x: Tensor, width: int, count: int) -> Tensor:
+    """The largest of each of `count` blocks along the last axis; where there is nothing, the least there can be."""
+    least = -torch.inf if x.is_floating_point() else torch.iinfo(x.dtype).min // 2
+    filled = torch.nn.functional.pad(x.detach(), (0, width * count - x.shape[-1]), value=least)
+    return filled.unflatten(-1, (count, width)).amax(-1)
 
 
 def two_float_sums(step: Float[Tensor, "*rest key"]) -> tuple[Tensor, Tensor]:
@@ -603,6 +686,13 @@ class LineBias(Bias):
     intercept: Float[Tensor, "head line"]
 
     _by_sequence: ClassVar = ("curve.query", "curve.key", "factor")
+    _axes: ClassVar = {
+        "curve.query": {"query": 1},
+        "curve.key": {"key": 1},
+        "factor": {"query": 1},
+        "slope": {"head": 0},
+        "intercept": {"head": 0},
+    }
 
     def __post_init__(self) -> None:
         check_tensor("factor", self.factor, ("batch or 1", self.curve.query.shape[1]), "floating-point")
@@ -635,12 +725,14 @@ class FunctionBias(Bias):
     """bias[b, h, i, j] = function(rows, columns, *arguments), asked for tile by tile and never whole.
 
     `function` is pure and lives at the top of a module. Everything that may need a gradient is in `arguments`, never
-    captured. The last axis of arguments[0] runs over the queries, that of arguments[1] over the keys. Decorated with
-    `registered` it also works at full speed under torch.compile.
+    captured. The last axis of arguments[0] runs over the queries, that of arguments[1] over the keys; `sides` says of
+    which others it does, a letter each: "qkq" where arguments[2] has one number per query. Decorated with `registered`
+    it also works at full speed under torch.compile.
     """
 
     function: Callable[..., Float[Tensor, "#batch #head row column"]]
     arguments: tuple[Tensor, ...]
+    sides: str = "qk"
 
     def __post_init__(self) -> None:
         if not callable(self.function):
@@ -650,6 +742,16 @@ class FunctionBias(Bias):
                 "a FunctionBias needs arguments[0] with queries and arguments[1] with keys along the last axis, got "
                 f"{len(self.arguments)} arguments"
             )
+        if not self.sides.startswith("qk") or set(self.sides) != {"q", "k"} or len(self.sides) > len(self.arguments):
+            raise ValueError(
+                "sides must have 'q' or 'k' for each argument that has queries or keys along its last axis, and begin "
+                f"with 'qk', got {self.sides!r}"
+            )
+
+    def axes(self) -> dict[str, Axes]:
+        """Heads may be anywhere."""
+        side: dict[str, Literal["query", "key"]] = {"q": "query", "k": "key"}
+        return {f"arguments.{i}": {side[letter]: self.arguments[i].ndim - 1} for i, letter in enumerate(self.sides)}
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -685,6 +787,7 @@ class DenseBias(Bias):
     value: Float[Tensor, "#batch #head query key"]
 
     _by_sequence: ClassVar = ("value",)
+    _axes: ClassVar = {"value": {"head": 1, "query": 2, "key": 3}}
 
     @property
     def is_compact(self) -> bool:
@@ -726,6 +829,25 @@ class SumBias(Bias):
         """(batch or 1, head or 1, query, key)."""
         shapes = [term.shape for term in self.terms]
         return max(s[0] for s in shapes), max(s[1] for s in shapes), *shapes[0][2:]
+
+    def axes(self) -> dict[str, Axes]:
+        """Those of all terms."""
+        return {f"terms.{i}.{name}": own for i, term in enumerate(self.terms) for name, own in term.axes().items()}
+
+    def key_peaks(self, width: int, count: int) -> dict[str, Tensor] | None:
+        """Those of all terms, if each has some."""
+        every = [term.key_peaks(width, count) for term in self.terms]
+        if any(own is None for own in every):
+            return None
+        return {f"{i}.{name}": x for i, own in enumerate(every) for name, x in (own or {}).items()}
+
+    def ceiling(self, peaks: Mapping[str, Tensor]) -> Float[Tensor, "#batch #head query block"]:
+        """The sum of the terms' bounds."""
+        bounds = []
+        for i, term in enumerate(self.terms):
+            own = {name.partition(".")[2]: x for name, x in peaks.items() if name.startswith(f"{i}.")}
+            bounds.append(term.ceiling(own))
+        return functools.reduce(torch.add, bounds)
 
     def positions(self) -> tuple[Tensor, Tensor] | None:
         """Those of the first term that has some."""

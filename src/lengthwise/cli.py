@@ -30,7 +30,14 @@ FIXABLE = (
 )
 """Errors in the input, the files or the machine, whose message is all that a user needs."""
 
-EXTRAS = {"datasets": "data", "pyarrow": "data", "starlette": "serve", "uvicorn": "serve"}
+EXTRAS = {
+    "datasets": "data",
+    "pyarrow": "data",
+    "ray": "ray",
+    "starlette": "serve",
+    "submitit": "slurm",
+    "uvicorn": "serve",
+}
 """Packages of extras other than `lab`."""
 
 
@@ -268,14 +275,20 @@ def evaluate_parser() -> OptionParser:
 
 def evaluate(sources: list[str], device: str, trust_remote_code: bool, out: str | None, **options: Any) -> str:
     """The table, and the files that were written."""
+    from lengthwise.distributed import joined
     from lengthwise.evaluate.retrieval import evaluate_retrieval
     from lengthwise.evaluate.run import evaluate_models
+    from lengthwise.loading import local_device
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     config = EvalConfig(**options)
     measure: Callable[..., Any] = evaluate_retrieval if config.retrieval else evaluate_models
-    result = measure(sources, config, device=device, trust_remote_code=trust_remote_code)
-    written = result.write(Path(out)) if out is not None else []
+    # Under torchrun all processes share each text; the first one speaks.
+    with joined(local_device(device)) as is_first:
+        result = measure(sources, config, device=str(local_device(device)), trust_remote_code=trust_remote_code)
+        if not is_first:
+            sys.exit(0)
+        written = result.write(Path(out)) if out is not None else []
     return "\n".join([result.text(), *(f"wrote {path}" for path in written)])
 
 
@@ -287,12 +300,21 @@ def study_parser() -> OptionParser:
     parser.add_config(TrainConfig, skip=NOT_SHARED)
     parser.add_config(EvalConfig)
     parser.add_argument("--plan", action="store_true", help="print one command per run that is missing, and stop")
+    parser.add_argument(
+        "--watch", action="store_true", help="show how far its runs are, until all have ended; train none"
+    )
     return parser
 
 
-def study(plan: bool, **options: Any) -> str:
-    """The whole study, or the commands of its runs."""
+def study(plan: bool, watch: bool, **options: Any) -> str:
+    """The whole study, the commands of its runs, or how far they are."""
     config = StudyConfig.from_options(**options)
+    if plan and watch:
+        raise ValueError("--plan and --watch do one thing each and stop, got both; leave one of them out")
+    if watch:
+        from lengthwise.study.watch import watch_study
+
+        return watch_study(config)
     if plan:
         from lengthwise.study.runs import missing_commands
 

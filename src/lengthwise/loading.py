@@ -9,6 +9,7 @@ Weights must be in safetensors; a pickle is refused. Code that comes with a chec
 """
 
 import difflib
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -180,6 +181,15 @@ def resolve_device(device: str) -> torch.device:
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         raise LoadError(f"device must be 'auto' or one that works here, got {device!r}: {_first_line(error)}") from None
     return place
+
+
+def local_device(name: str) -> torch.device:
+    """A device by name; of several processes on one machine each has the GPU with its own number."""
+    device = resolve_device(name)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    return device
 
 
 def _from_pretrained(

@@ -493,6 +493,24 @@ def sides_are_as_declared(subject: Subject) -> None:
     assert alike == layer.encoding.symmetric, f"It says {layer.encoding.symmetric}, and mirrored it is {alike}."
 
 
+def parts_equal_the_whole(subject: Subject) -> None:
+    """An encoding for some of its heads gives of these what the whole gives of them."""
+    layer, x, layout = subject.layer(), subject.tokens(), subject.layout()
+    whole, _ = layer.parts(x, layout, subject.backend)
+    for heads in ([1], [2, 0]):
+        part = copy.deepcopy(layer)
+        try:
+            part.encoding = layer.encoding.select_heads(heads)
+        except NotImplementedError as error:
+            raise DoesNotApply(str(error)) from error
+        weight, bias = (
+            p.detach().unflatten(0, (3, subject.heads, -1)) for p in (layer.to_qkv.weight, layer.to_qkv.bias)
+        )
+        part.to_qkv.weight, part.to_qkv.bias = (nn.Parameter(p[:, heads].flatten(0, 2)) for p in (weight, bias))
+        own, _ = part.parts(x, layout, subject.backend)
+        assert_near(own, whole[:, heads], f"heads {heads}")
+
+
 LAWS: tuple[Callable[[Subject], None], ...] = (
     describes_itself,
     is_rebuilt_from_its_parts,
@@ -511,6 +529,7 @@ LAWS: tuple[Callable[[Subject], None], ...] = (
     bands_merge,
     sinks_take_weight,
     sides_are_as_declared,
+    parts_equal_the_whole,
 )
 
 

@@ -11,13 +11,14 @@ given to every hook of an encoding and to `attend`.
     TokenLayout.of(query, key)                  any positions
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lengthwise.errors import check_broadcast, check_flag, check_int, check_tensor, describe, kind_of
@@ -103,6 +104,8 @@ class TokenLayout:
     key_index: Int[Tensor, "#batch key"] | None = None
     facts: Facts | None = None
     """None where nobody may look: in a compiled graph and on devices other than the CPU."""
+    ring: "Ring | None" = None
+    """Where the rest of the sequence is, if these are the tokens that one of several processes has of it."""
 
     @classmethod
     def of(
@@ -224,6 +227,41 @@ class TokenLayout:
         )
         return cut.with_facts()
 
+    def block(self, queries: slice, keys: slice) -> "TokenLayout":
+        """Some of the queries with some of the keys: what was known of all pairs holds of these."""
+        return replace(
+            self,
+            query=self.query[:, queries],
+            key=self.key[:, keys],
+            query_start=self.query_start + queries.start,
+            key_start=self.key_start + keys.start,
+            query_mask=_picked(self.query_mask, queries),
+            key_mask=_picked(self.key_mask, keys),
+            query_documents=_picked(self.query_documents, queries),
+            key_documents=_picked(self.key_documents, keys),
+            mask=None if self.mask is None else self.mask[..., queries, keys],
+            query_index=_picked(self.query_index, queries),
+            key_index=_picked(self.key_index, keys),
+        )
+
+    @property
+    def whole(self) -> "TokenLayout":
+        """All tokens of the sequence, where several processes share it; else these."""
+        return self if self.ring is None else self.ring.whole
+
+    def document_ends(self) -> tuple[Int[Tensor, "#batch query"], Int[Tensor, "#batch key"]]:
+        """The last position of the document of each token, of queries and of keys; at most that of the last query.
+
+        The slots of a static cache run on behind the queries.
+        """
+        if self.ring is not None:
+            query, key = self.ring.whole.document_ends()
+            return query.index_select(1, self.ring.slots), key.index_select(1, self.ring.slots)
+        query = run_ends(self.query)
+        if self.key is self.query:
+            return query, query
+        return query, torch.minimum(run_ends(self.key), self.query.amax(1, keepdim=True))
+
     def new_tokens(self) -> "TokenLayout":
         """The queries alone, as queries and as keys: what turns keys before they are cached."""
         if self.key is self.query:
@@ -289,6 +327,8 @@ class TokenLayout:
 
     def _document_lengths(self) -> Int[Tensor, "#batch 1 query"]:
         """How many real tokens the document of each query has, 1 at least."""
+        if self.ring is not None:
+            return self.ring.whole._document_lengths().index_select(2, self.ring.slots)
         _, key_index = self.indices()
         if self.key_documents is None or self.query_documents is None:
             return (key_index.amax(1) + 1).clamp(min=1)[:, None, None].expand(-1, 1, self.query_count)
@@ -297,6 +337,34 @@ class TokenLayout:
         own = self.query_documents.expand(key_index.shape[0], -1).contiguous()
         last = torch.searchsorted(documents, own, right=True) - 1
         return (key_index.gather(1, order).gather(1, last.clamp(min=0)) + 1).clamp(min=1)[:, None]
+
+
+class Ring(ABC):
+    """The part of a sequence that one process has, where others have the rest: see `lengthwise.distributed`.
+
+    Hooks see their own tokens alone. What depends on tokens of other processes they get here.
+    """
+
+    whole: TokenLayout
+    """All tokens of the sequence."""
+    slots: Int[Tensor, " token"]
+    """Which of them these are."""
+    pieces: tuple[tuple[slice, int], ...]
+    """The runs of slots that these are made of: where a run lies among these tokens, and its first slot."""
+
+    @abstractmethod
+    def running_sums(self, step: Float[Tensor, "*rest token"]) -> Float[Tensor, "*rest token"]:
+        """The sums of the steps of all tokens up to each of these, in float64."""
+
+    @abstractmethod
+    def before(
+        self, numbers: Float[Tensor, "batch head token channel"], count: int
+    ) -> list[Float[Tensor, "batch head earlier channel"]]:
+        """The numbers of up to `count` tokens right before each piece; fewer where the sequence begins."""
+
+    @abstractmethod
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        """`lw.attend` of these tokens as queries with all tokens as keys."""
 
 
 def layout(

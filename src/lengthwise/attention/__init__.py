@@ -92,22 +92,24 @@ def attend(
     return_lse   also give the log of each row's denominator, (batch, head, query), which `lw.merge` takes
     backend      a name in BACKENDS, which is used or raises, never replaced; or "auto", see `preference`
     """
-    call = checked_call(
-        q,
-        k,
-        v,
-        layout=layout,
-        causal=causal,
-        key_mask=key_mask,
-        bias=bias,
-        rescore=rescore,
-        window=window,
-        scale=scale,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        sink=sink,
-        return_lse=return_lse,
-    )
+    options: CallOptions = {
+        "layout": layout,
+        "causal": causal,
+        "key_mask": key_mask,
+        "bias": bias,
+        "rescore": rescore,
+        "window": window,
+        "scale": scale,
+        "softcap": softcap,
+        "logit_scale": logit_scale,
+        "sink": sink,
+    }
+    if layout is not None and layout.ring is not None:
+        spread: Tensor | tuple[Tensor, Tensor] = layout.ring.attend(
+            q, k, v, **options, return_lse=return_lse, backend=backend
+        )
+        return spread
+    call = checked_call(q, k, v, **options, return_lse=return_lse)
     out, lse = run(call, backend)
     if not return_lse:
         return out

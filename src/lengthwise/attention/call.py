@@ -296,6 +296,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _check_layout(layout: TokenLayout, batch: int, queries: int, keys: int) -> None:
     if not isinstance(layout, TokenLayout):
         raise TypeError(f"layout must be a TokenLayout, got {describe(layout)}; make one with lw.layout")
+    if layout.ring is not None:
+        raise ValueError("a sequence that processes share can be attended to, and not explained; got a part of one")
     if layout.query_count != queries or layout.key_count != keys:
         raise ValueError(
             f"the layout must be that of {queries} queries and {keys} keys, got one of {layout.query_count} and "

@@ -4,6 +4,7 @@ What is cached is the input of the convolution, so that it needs no cache of its
 used, over all keys. A window's cache would cut its reach, so encodings that use it have `windowed` False.
 """
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -17,6 +18,20 @@ def convolved(
 ) -> Float[Tensor, "batch head key channel"]:
     """out[t] = sum of weight[tap] * numbers[t - (taps - 1) + tap]; nothing is before the first token of a document."""
     weight = at_least_float32(weight)
+    if layout.ring is None:
+        return _convolved(numbers, weight, layout)
+    outs = []
+    for (own, first), before in zip(layout.ring.pieces, layout.ring.before(numbers, weight.shape[2] - 1), strict=True):
+        earlier = before.shape[2]
+        near = slice(first - earlier, first + own.stop - own.start)
+        every = torch.cat([before, numbers[:, :, own]], 2)
+        outs.append(_convolved(every, weight, layout.whole.block(near, near))[:, :, earlier:])
+    return torch.cat(outs, 2)
+
+
+def _convolved(
+    numbers: Float[Tensor, "batch head key channel"], weight: Float[Tensor, "head channel tap"], layout: TokenLayout
+) -> Float[Tensor, "batch head key channel"]:
     taps, keys = weight.shape[2], numbers.shape[2]
     total = numbers * weight[:, None, :, -1]
     # Where a position does not rise a document begins, also under an explicit mask, which knows no documents.

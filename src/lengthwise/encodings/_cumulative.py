@@ -36,6 +36,7 @@ Levels = Float[Tensor, "batch head position"]
 class StepEncoding(Encoding):
     """An encoding whose distance between two tokens is how far the tokens between them walk."""
 
+    by_head: tuple[str | tuple[str, int], ...] = ("to_step.weight", "to_step.bias")
     curve: ClassVar[Curve] = "linear"
 
     def __init__(self, shape: AttentionShape) -> None:
@@ -73,7 +74,15 @@ class StepEncoding(Encoding):
             )
         step = self._checked_step(x, layout.key_count, state)
         own = self.slope(query_tokens(x, layout))
-        return LevelBias.of_steps(step, own, start=start, queries=queries, curve=self.curve, rising=self.shape.causal)
+        return LevelBias.of_steps(
+            step,
+            own,
+            start=start,
+            queries=queries,
+            curve=self.curve,
+            rising=self.shape.causal,
+            ring=layout.ring,
+        )
 
     def _checked_step(self, x: Tokens, keys: int, state: State | None) -> Float[Tensor, "batch head key"]:
         own = self.state(x) if state is None else state
@@ -82,6 +91,8 @@ class StepEncoding(Encoding):
 
 class SlopedStepEncoding(StepEncoding):
     """Steps of relu(W_c x + b_c), and a slope that every query chooses for itself."""
+
+    by_head = (*StepEncoding.by_head, "to_slope.weight", "to_slope.bias")
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)

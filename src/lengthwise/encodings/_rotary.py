@@ -71,12 +71,14 @@ def waves_of(angles: Float[Tensor, "*shape"], dtype: torch.dtype) -> Waves:
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def summed_angles(step: Float[Tensor, "batch head key pair"]) -> Float[Tensor, "batch head key pair"]:
+def summed_angles(
+    step: Float[Tensor, "batch head key pair"], layout: TokenLayout
+) -> Float[Tensor, "batch head key pair"]:
     """Angles that are the sum of a step per token, own step included: float64 where the device has it.
 
     The sum runs on across packed documents: only differences inside one are ever read.
     """
-    whole, rest = running_sums(step.transpose(2, 3))
+    whole, rest = running_sums(step.transpose(2, 3), layout.ring)
     return (whole if rest is None else whole.remainder(2 * torch.pi) + rest).transpose(2, 3)
 
 

@@ -21,6 +21,10 @@ class TableCache:
     def __init__(self) -> None:
         self._last: tuple[int, list[Tensor], Any] | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TableCache":
+        """Empty: a copy of an encoding may be changed in what the table is made of."""
+        return TableCache()
+
     def table(self, make: Callable[[int], T], reach: int, *made_of: Tensor, decoding: bool) -> T:
         """make(n) with n >= reach, or what it gave last if that reaches and nothing that it was made of has changed.
 

@@ -24,6 +24,7 @@ class Alibi(Encoding):
     """A level that climbs by 1 a token, and a slope per head."""
 
     paper = "Press et al. 2022, arXiv 2108.12409"
+    by_head = ("slopes", "log_slope")
     kind = LevelBias
     symmetric = True
     context_free = True

@@ -20,6 +20,7 @@ class Alibi2d(Encoding):
     """A slope per head on the distance in the plane."""
 
     paper = "Fuller et al. 2023, arXiv 2311.00566"
+    by_head = ("slopes",)
     kind = FunctionBias
     symmetric = True
     context_free = True

@@ -24,12 +24,14 @@ class Bam(Encoding):
     """A power of distance, the power learned."""
 
     paper = "Bianchessi et al. 2025, arXiv 2505.22842"
+    by_head = ("slopes", "log_shape", "log_scale", "sinh_location")
     kind = DistanceBias
     context_free = True
 
     def __init__(self, shape: AttentionShape, *, learned: Literal["shape", "all"] = "shape") -> None:
         super().__init__(shape)
         check_choice("learned", learned, ("shape", "all"), "The authors learn the shape.")
+        self.slopes = interleaved_slopes(shape.heads)
         self.log_shape = nn.Parameter(torch.empty(shape.heads))
         self.log_scale, self.sinh_location = (
             nn.Parameter(torch.empty(shape.heads)) if learned == "all" else None for _ in range(2)
@@ -47,7 +49,7 @@ class Bam(Encoding):
                 self.log_scale.copy_(self._slopes(torch.device("cpu")).log())
 
     def _slopes(self, device: torch.device) -> Tensor:
-        return torch.tensor(interleaved_slopes(self.shape.heads), dtype=torch.float32, device=device)
+        return torch.tensor(self.slopes, dtype=torch.float32, device=device)
 
     def bias(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> Bias:
         """A table with one number per distance, or the function itself where positions have gaps."""

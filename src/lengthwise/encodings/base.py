@@ -11,10 +11,11 @@ sink(x)                        a logit that takes weight and gives no value
 Those that `uses_qk` names, `state` or `bias`, also get the queries and keys of the new tokens, before they are rotated.
 """
 
+import copy
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, cast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +48,8 @@ class Zone(NamedTuple):
 
 
 Hook = Literal["embed", "state", "rotate", "bias", "rescore", "logit_scale", "sink"]
+
+E = TypeVar("E", bound="Encoding")
 
 HOOKS: tuple[Hook, ...] = ("embed", "rotate", "rescore", "bias", "logit_scale", "sink")
 """The hooks that change attention, the most telling first: DAPE has a bias too, but its point is to rescore."""
@@ -96,6 +99,9 @@ class Encoding(nn.Module):
     """Which of `state` and `bias` take the layer's own queries and keys, `q=` and `k=`, of the new tokens."""
     tables: tuple[str, ...] = ()
     """Its learned tables by name: each entry is a number of its own, which weight decay would only pull to 0."""
+    by_head: tuple[str | tuple[str, int], ...] | None = None
+    """What of it belongs to single heads, by name: parameters, tensors and lists whose first axis runs over the heads,
+    or (name, axis). A head may have several numbers, which stand together. None if heads cannot be had apart."""
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__()
@@ -158,6 +164,41 @@ class Encoding(nn.Module):
     def sink(self, x: Tokens) -> Float[Tensor, " head"] | Float[Tensor, "#batch head query"] | None:
         """A logit per head, or per row, that takes weight and gives no value."""
         return None
+
+    def select_heads(self: E, heads: Sequence[int]) -> E:
+        """The same for some of its heads, as a process of a tensor-parallel model has them.
+
+        Its hooks take the queries and keys of these heads, and the tokens in full width, and give of these heads what
+        those of the whole give. Parameters are its own.
+        """
+        chosen, total = list(heads), self.shape.heads
+        if not chosen or len(set(chosen)) != len(chosen) or not all(h in range(total) for h in chosen):
+            raise ValueError(f"heads must be some of 0 to {total - 1}, each once, got {chosen}")
+        part = copy.deepcopy(self)
+        part.shape = replace(self.shape, heads=len(chosen))
+        part._pick_heads(chosen, total)
+        return part
+
+    def _pick_heads(self, chosen: list[int], total: int) -> None:
+        if self.by_head is None:
+            raise NotImplementedError(
+                f"{type(self).__name__} mixes its heads, or does not say what belongs to them in `by_head`: it cannot "
+                "be had for some of them"
+            )
+        for entry in self.by_head:
+            name, axis = entry if isinstance(entry, tuple) else (entry, 0)
+            owner, _, own = name.rpartition(".")
+            module = self.get_submodule(owner)
+            value = getattr(module, own)
+            if value is None:
+                continue
+            if isinstance(value, Tensor):
+                blocks = value.detach().unflatten(axis, (total, -1))
+                picked = blocks.index_select(axis, torch.tensor(chosen, device=value.device)).flatten(axis, axis + 1)
+                learned = isinstance(value, nn.Parameter)
+                setattr(module, own, nn.Parameter(picked, value.requires_grad) if learned else picked)
+            else:
+                setattr(module, own, [value[head] for head in chosen])
 
     def own_qk(self, hook: Hook, q: Tensor, k: Tensor) -> dict[str, Tensor]:
         """The keywords by which a hook gets the layer's queries and keys, if it uses them."""

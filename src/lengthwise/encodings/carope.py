@@ -38,6 +38,7 @@ class Carope(Encoding):
     """Tokens choose how fast the pairs of each head turn."""
 
     paper = "Veisi et al. 2025, arXiv 2507.23083"
+    by_head = ("to_step.weight", "to_step.bias")
     turns_last = True
 
     def __init__(self, shape: AttentionShape, *, base: float = 10000.0) -> None:
@@ -66,4 +67,4 @@ class Carope(Encoding):
         real = step > 0
         powers = step.where(real, 1) ** torch.arange(self.shape.head_dim // 2, device=step.device)
         # Padding takes no step, in no pair: 0 ** 0 would be one.
-        return turn_both(q, k, summed_angles(powers.where(real, 0)), layout)
+        return turn_both(q, k, summed_angles(powers.where(real, 0), layout), layout)

@@ -12,6 +12,7 @@ Options go by part: {"rope": {"base": 500_000.0}}.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -76,6 +77,11 @@ class Composition(Encoding):
         """Those of all parts, as each of them says."""
         for _, part in self._parts():
             part.reset_parameters()
+
+    def _pick_heads(self, chosen: list[int], total: int) -> None:
+        for _, part in self._parts():
+            part.shape = replace(part.shape, heads=len(chosen))
+            part._pick_heads(chosen, total)
 
     def embed(self, x: Tokens, layout: TokenLayout) -> Tokens:
         """By all parts, one after the other."""

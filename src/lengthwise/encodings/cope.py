@@ -20,6 +20,7 @@ class Cope(Encoding):
     """Positions that count only the keys a query cares about."""
 
     paper = "Golovneva et al. 2024, arXiv 2405.18719"
+    by_head = ()
     rescores_qk = True
     two_sided = False
     tables = ("table",)

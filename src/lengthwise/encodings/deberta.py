@@ -38,6 +38,7 @@ class Deberta(QueryEncoding):
     """Queries meet a vector of the distance, and so do keys."""
 
     paper = "He et al. 2021, arXiv 2006.03654"
+    by_head = ("to_key.weight", "to_key.bias", "to_query.weight", "to_query.bias")
     kind = SumBias
     uses_qk = ("state", "bias")
     tables = ("table",)

@@ -28,13 +28,14 @@ from lengthwise.bias import (
 from lengthwise.encodings._table_cache import TableCache, is_decoding, table_reach
 from lengthwise.encodings.base import AttentionShape, Encoding, State, Tokens, reset_linear
 from lengthwise.errors import check_int, check_number
-from lengthwise.token_layout import TokenLayout, run_ends
+from lengthwise.token_layout import TokenLayout
 
 
 class Fire(Encoding):
     """A small network of one number, the distance relative to how far there is to look back."""
 
     paper = "Li et al. 2023, arXiv 2310.04418"
+    by_head = ("out.weight", "out.bias")
     kind = DistanceBias
     symmetric = True
     context_free = True
@@ -65,13 +66,13 @@ class Fire(Encoding):
         """
         causal, reach, decoding = self.shape.causal, table_reach(layout), is_decoding(layout)
         query, key, facts = layout.query, layout.key, layout.facts
-        scope = query if causal else torch.maximum(query, run_ends(query) - query)
+        scope = query if causal else torch.maximum(query, layout.document_ends()[0] - query)
         c, multiplier, into, out = at_least_float32(self.c), at_least_float32(self.multiplier), self.into, self.out
         layers = [at_least_float32(p) for p in (into.weight, into.bias, out.weight, out.bias)]
         limit = self._limits.table(lambda _: (multiplier * self.threshold).abs(), 1, multiplier, decoding=decoding)
         network = (c, limit, *layers)
         if reach is None:
-            return FunctionBias(fire_tile, (query, key, scope, *network))
+            return FunctionBias(fire_tile, (query, key, scope, *network), "qkq")
         if facts is not None and query.is_cpu and query.numel():
             furthest = facts.highest if causal else int(scope.max())
             if furthest <= float(limit.detach()):

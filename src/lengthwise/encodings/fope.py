@@ -26,6 +26,7 @@ class Fope(Encoding):
     """RoPE with a Fourier series in the place of each wave."""
 
     paper = "Hua et al. 2024, arXiv 2412.17739"
+    by_head = (("drawn", 1), ("mixture", 1))
 
     def __init__(
         self,

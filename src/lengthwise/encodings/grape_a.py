@@ -25,6 +25,7 @@ class GrapeA(Encoding):
     """Queries and keys choose how steep the bias is."""
 
     paper = PAPER
+    by_head = ("slopes", "query_vector", "key_vector", "raw_scale")
     kind = FunctionBias
     symmetric = True
     uses_qk = ("state", "bias")
@@ -32,6 +33,7 @@ class GrapeA(Encoding):
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)
+        self.slopes = interleaved_slopes(shape.heads)
         self.query_vector = nn.Parameter(torch.empty(shape.heads, shape.head_dim))
         self.key_vector = nn.Parameter(torch.empty(shape.heads, shape.head_dim))
         self.raw_scale = nn.Parameter(torch.empty(shape.heads))
@@ -68,10 +70,10 @@ class GrapeA(Encoding):
         own = self.state(x, q=q, k=k) if state is None else state
         key = checked_state(own, "key", x.shape[0], self.shape.heads, layout.key_count)
         scale = F.softplus(at_least_float32(self.raw_scale))
-        slopes = torch.tensor(interleaved_slopes(self.shape.heads), dtype=scale.dtype, device=scale.device)
+        slopes = torch.tensor(self.slopes, dtype=scale.dtype, device=scale.device)
         factor = (slopes * scale)[:, None]
         query = self._gate(every_head("q", q, self.shape, layout.query_count), self.query_vector)
-        return FunctionBias(grape_a, (layout.query, layout.key, factor * query, factor * key))
+        return FunctionBias(grape_a, (layout.query, layout.key, factor * query, factor * key), "qkqk")
 
     def _gate(self, x: Tensor, vector: Tensor) -> Float[Tensor, "batch head position"]:
         direction = F.normalize(at_least_float32(vector), dim=-1)

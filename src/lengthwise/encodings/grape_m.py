@@ -57,6 +57,7 @@ class GrapeM(Encoding):
         check_flag("per_head", per_head)
         self.base = base
         self.log_frequency = nn.Parameter(torch.empty(shape.heads if per_head else 1, shape.head_dim // 2))
+        self.by_head = ("log_frequency",) if per_head else ()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -113,4 +114,4 @@ class GrapeMContext(GrapeM):
         step = step if per_head else step[:, :1]
         # Whole turns are only whole in angles: where sums drop them, frequencies must be in what is summed.
         turned = (step.double() if has_float64(step.device) else step) * self.frequency()
-        return turn_both(q, k, summed_angles(turned) - turned, layout)
+        return turn_both(q, k, summed_angles(turned, layout) - turned, layout)

@@ -16,6 +16,7 @@ class HeadScale(Encoding):
     """A factor per head."""
 
     paper = "Wang et al. 2024, arXiv 2404.12224"
+    by_head = ("scale",)
     symmetric = True
 
     def __init__(self, shape: AttentionShape) -> None:

@@ -30,6 +30,7 @@ class Inkling(Encoding):
     """Curves of the distance that every query mixes for itself."""
 
     paper = "Thinking Machines 2026, the model Inkling"
+    by_head = ("to_rows.weight",)
     kind = QueryDistanceBias
     tables = ("profiles",)
 

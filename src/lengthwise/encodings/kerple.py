@@ -29,6 +29,7 @@ class _Kernel(Encoding):
     """A falling function of distance with two learned numbers per head."""
 
     paper = "Chi et al. 2022, arXiv 2205.09921"
+    by_head = ("raw_p", "raw_a")
     kind = DistanceBias
     symmetric = True
     context_free = True

@@ -17,6 +17,7 @@ class Learned(Encoding):
     """One learned vector per position, up to `length` of them (the training length if not given)."""
 
     paper = "Radford et al. 2019 (GPT-2)"
+    by_head = ()
     tables = ("weight",)
 
     def __init__(self, shape: AttentionShape, *, length: int | None = None) -> None:

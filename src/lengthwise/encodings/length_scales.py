@@ -23,6 +23,7 @@ from lengthwise.token_layout import TokenLayout, Window
 class _LengthScale(Encoding):
     """A factor that every head shares."""
 
+    by_head = ()
     symmetric = True
 
     def logit_scale(

@@ -42,6 +42,7 @@ class Path(Encoding):
     """Tokens that reflect what looks past them."""
 
     paper = "Yang et al. 2025, arXiv 2505.16381"
+    by_head = ("up.weight", "taps", "to_beta.weight", "to_beta.bias")
     rescores_qk = True
     replaces_content = True
     two_sided = False

@@ -27,6 +27,7 @@ class Pope(Encoding):
     """Channels whose length is content and whose angle is position alone."""
 
     paper = "Gopalakrishnan et al. 2025, arXiv 2509.10534"
+    by_head = ("delta",)
     tables = ("delta",)
     turns_last = True
 

@@ -33,6 +33,7 @@ class Repo(Encoding):
     """Tokens choose where they stand, in every head anew."""
 
     paper = "Li et al. 2025, arXiv 2512.14391"
+    by_head = ("out.weight",)
     symmetric = True
 
     def __init__(self, shape: AttentionShape, *, base: float = 10000.0, hidden: int | None = None) -> None:

@@ -13,20 +13,20 @@ _rope_scaling.py. `resonance` then rounds every wavelength, 2 pi / frequency, to
 import math
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from lengthwise.encodings._rope_scaling import Frequencies, RopeBase, make_scaling
 from lengthwise.encodings._rotary import PAIR_LAYOUTS, PairLayout, Waves, check_even, check_turned, turn
 from lengthwise.encodings.base import AttentionShape, Encoding, Keys, Queries, State
 from lengthwise.errors import check_choice, check_flag, check_number
-from lengthwise.token_layout import Positions, TokenLayout, run_ends
+from lengthwise.token_layout import Positions, TokenLayout
 
 
 class Rope(Encoding):
     """Queries and keys turned by their positions."""
 
     paper = "Su et al. 2021, arXiv 2104.09864"
+    by_head = ()
 
     def __init__(
         self,
@@ -67,13 +67,11 @@ class Rope(Encoding):
         """
         check_turned(q, k, layout, self.shape)
         query, key = layout.query, layout.key
-        waves = self.waves(query, query)
-        return turn(q, waves, self.layout), turn(k, waves if key is query else self.waves(key, query), self.layout)
+        ends = layout.document_ends() if self.length_dependent else (query, key)
+        waves = self.waves(query, ends[0])
+        return turn(q, waves, self.layout), turn(k, waves if key is query else self.waves(key, ends[1]), self.layout)
 
-    def waves(self, positions: Tensor, query: Tensor) -> Waves:
-        """Cosine and sine of the angles of some positions, with an axis for heads."""
-        length = positions
-        if self.length_dependent:
-            length = torch.minimum(run_ends(positions), query.amax(1, keepdim=True)) + 1
-        angles = (positions[..., None].float() * self.frequencies(length))[:, None]
+    def waves(self, positions: Tensor, ends: Tensor) -> Waves:
+        """Cosine and sine of the angles of some positions, with an axis for heads; documents have these ends."""
+        angles = (positions[..., None].float() * self.frequencies(ends + 1))[:, None]
         return self.scaling.factor * angles.cos(), self.scaling.factor * angles.sin()

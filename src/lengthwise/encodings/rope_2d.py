@@ -28,6 +28,7 @@ class AxialRope(Encoding):
     """Some pairs turn by the column, the others by the row."""
 
     paper = PAPER
+    by_head: tuple[str | tuple[str, int], ...] = ()
 
     def __init__(self, shape: AttentionShape, *, base: float = 100.0, columns: int | None = None) -> None:
         super().__init__(shape)
@@ -66,6 +67,7 @@ class MixedRope(AxialRope):
     """Every pair turns in a direction of its own, which is learned."""
 
     paper = PAPER
+    by_head = ("direction",)
     tables = ("direction",)
 
     def __init__(self, shape: AttentionShape, *, base: float = 10.0, columns: int | None = None) -> None:

@@ -20,6 +20,7 @@ class Sandwich(Encoding):
     """A falling sum of waves, and a factor per head."""
 
     paper = "Chi et al. 2023, arXiv 2212.10356"
+    by_head = ("factors",)
     kind = DistanceBias
     symmetric = True
     context_free = True
@@ -28,6 +29,7 @@ class Sandwich(Encoding):
         super().__init__(shape)
         check_int("dim", dim, "The paper has 128.", least=2)
         self.dim = dim
+        self.factors = [shape.heads / (8 * head) for head in range(1, shape.heads + 1)]
         self._tables = TableCache()
 
     def bias(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> Bias:
@@ -38,8 +40,7 @@ class Sandwich(Encoding):
     def _numbers(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Each head's factor and each wave's frequency."""
         wide = torch.float64 if has_float64(device) else torch.float32
-        heads = self.shape.heads
-        factor = heads / (8 * torch.arange(1, heads + 1, dtype=wide, device=device))
+        factor = torch.tensor(self.factors, dtype=wide, device=device)
         return factor, 10000 ** (-torch.arange(0, self.dim // 2 * 2, 2, dtype=wide, device=device) / self.dim)
 
 

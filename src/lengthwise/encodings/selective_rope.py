@@ -37,6 +37,7 @@ class SelectiveRope(Encoding):
     """Angles that tokens choose, pair by pair."""
 
     paper = "Movahedi et al. 2025, arXiv 2511.17388"
+    by_head = ("up.weight", "taps")
     turns_last = True
     two_sided = False
     windowed = False
@@ -50,7 +51,7 @@ class SelectiveRope(Encoding):
         check_int("taps", taps, "The authors have 4.")
         if shape.width % shape.heads:
             raise ValueError(f"heads must divide the width, got {shape.heads} and {shape.width}")
-        self.base = base
+        self.base, self.slices = base, shape.heads
         pairs = shape.head_dim // 2
         self.down = nn.Linear(shape.width, rank, bias=False)
         self.up = nn.Linear(rank, shape.heads * pairs, bias=False)
@@ -66,7 +67,7 @@ class SelectiveRope(Encoding):
     def state(self, x: Tokens, key_mask: Bool[Tensor, "#batch position"] | None = None) -> State:
         """What enters the convolution; 0 for masked tokens."""
         checked_tokens(x, self.shape.width)
-        heads = at_least_float32(x).unflatten(2, (self.shape.heads, -1))
+        heads = at_least_float32(x).unflatten(2, (self.slices, -1))
         normed = heads * (heads.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
         phase = project(self.up, project(self.down, normed.flatten(2)).transpose(1, 2))
         return {"phase": masked_tokens(phase.unflatten(1, (self.shape.heads, -1)).transpose(2, 3), key_mask)}
@@ -78,4 +79,4 @@ class SelectiveRope(Encoding):
         phase = checked_state(state, "phase", q.shape[0], shape.heads, layout.key_count, shape.head_dim // 2)
         step = convolved(phase, self.taps, layout) * plain_frequencies(self.base, shape, q.device)
         # Padding takes no step, whatever the tokens before it.
-        return turn_both(q, k, summed_angles(masked_tokens(step, layout.key_mask)), layout)
+        return turn_both(q, k, summed_angles(masked_tokens(step, layout.key_mask), layout), layout)

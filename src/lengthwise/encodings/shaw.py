@@ -21,6 +21,7 @@ class Shaw(QueryEncoding):
     """A vector for every distance, constant beyond `reach`."""
 
     paper = "Shaw et al. 2018, arXiv 1803.02155"
+    by_head = ()
     kind = QueryDistanceBias
     tables = ("table",)
 

@@ -21,6 +21,7 @@ class Sink(Encoding):
     """A key that is always there, with a learned score and no value."""
 
     paper = "OpenAI 2025, arXiv 2508.10925"
+    by_head = ("logit",)
     symmetric = True
 
     def __init__(self, shape: AttentionShape, *, start: Literal["normal", "zero"] = "normal") -> None:

@@ -18,6 +18,7 @@ class Sinusoidal(Encoding):
     """Fixed waves added to the tokens."""
 
     paper = "Vaswani et al. 2017, arXiv 1706.03762"
+    by_head = ()
 
     def __init__(self, shape: AttentionShape, *, amplitude: float = 0.02) -> None:
         super().__init__(shape)

@@ -23,6 +23,7 @@ class SsMax(Encoding):
     """A learned factor per head on log n."""
 
     paper = "Nakanishi 2025, arXiv 2501.19399"
+    by_head = ("scale", "offset")
     symmetric = True
 
     def __init__(self, shape: AttentionShape, *, start: float | None = None, offset: bool = False) -> None:

@@ -30,6 +30,7 @@ class StickBreaking(Encoding):
     """Keys take their share of what nearer keys have left."""
 
     paper = "Tan et al. 2024, arXiv 2410.17980"
+    by_head = ()
     two_sided = False
 
     def __init__(self, shape: AttentionShape, *, attend_current: bool = False) -> None:

@@ -22,6 +22,7 @@ class Swin(Encoding):
     """A table of all offsets within a window of patches."""
 
     paper = "Liu et al. 2021, arXiv 2103.14030"
+    by_head = (("table", 1),)
     kind = FunctionBias
     context_free = True
     tables = ("table",)

@@ -22,6 +22,7 @@ class T5(Encoding):
     """Exact nearby, coarser with distance, constant from `max_distance` on."""
 
     paper = "Raffel et al. 2020, arXiv 1910.10683"
+    by_head = (("table", 1),)
     kind = DistanceBias
     context_free = True
     tables = ("table",)

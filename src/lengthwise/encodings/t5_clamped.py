@@ -19,6 +19,7 @@ class T5Clamped(Encoding):
     """A table of distances and nothing else."""
 
     paper = "Shaw et al. 2018, arXiv 1803.02155; Veisi et al. 2025, arXiv 2503.08067"
+    by_head = ("table",)
     kind = DistanceBias
     context_free = True
     tables = ("table",)

@@ -24,6 +24,7 @@ class TransformerXL(QueryEncoding):
     """Waves of the distance, as keys of their own."""
 
     paper = "Dai et al. 2019, arXiv 1901.02860"
+    by_head = ("content_query", "distance_query", "to_key.weight")
     kind = QueryDistanceBias
     tables = ("content_query", "distance_query")
 

@@ -48,11 +48,12 @@ class Xpos(Rope):
         """Both turned by their positions; the further behind the middle, the smaller queries and the larger keys."""
         check_turned(q, k, layout, self.shape)
         query, key = layout.query, layout.key
-        self._check_span(query, q.dtype)
+        every = layout.whole.query
+        self._check_span(every, q.dtype)
         dim = self.shape.head_dim
         pairs = torch.arange(0, dim, 2, dtype=torch.float32, device=query.device)
         rate = ((pairs + 0.4 * dim) / (1.4 * dim)).log() / self.decay
-        middle = (query.amin(1, keepdim=True) + query.amax(1, keepdim=True)) // 2 if query.numel() else 0
+        middle = (every.amin(1, keepdim=True) + every.amax(1, keepdim=True)) // 2 if every.numel() else 0
         decayed, grown = (
             ((distance[..., None].float() * rate)[:, None]).exp() for distance in (query - middle, middle - key)
         )

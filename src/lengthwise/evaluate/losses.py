@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from lengthwise.attention.backend import total_bytes
+from lengthwise.distributed import is_shared, ring_loss
 from lengthwise.encodings import Encoding, PositionError
 from lengthwise.errors import check_int
 from lengthwise.evaluate.config import Protocol
@@ -307,6 +308,8 @@ def token_losses(
     """-log p of the last `scored` tokens, each from those before it in its window; float32."""
     inputs, targets = tokens[:, :-1], tokens[:, tokens.shape[1] - scored :]
     length = inputs.shape[1]
+    if is_shared() and isinstance(model, LengthwiseForCausalLM) and chunk is None:
+        return ring_loss(model, inputs, tokens, reduction="none")[:, length - scored :]
     if chunk is None or chunk >= length:
         return _last_losses(model, inputs, targets, None)
     check_int("chunk", chunk)

@@ -417,9 +417,14 @@ class LengthwiseModel(LengthwiseTransformer):
         past_key_values: Cache | None = None,
         inputs_embeds: Float[Tensor, "batch query width"] | None = None,
         use_cache: bool | None = None,
+        layout: TokenLayout | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
-        """The tokens after the last layer, and the cache if there is one."""
+        """The tokens after the last layer, and the cache if there is one.
+
+        `layout` is in the place of a mask, positions and a cache: for tokens that are a part of a sequence that several
+        processes share (`lengthwise.distributed`).
+        """
         tokens = checked_input(input_ids, inputs_embeds)
         if use_cache is None:
             use_cache = self.config.use_cache and (past_key_values is not None or not self.training)
@@ -428,7 +433,15 @@ class LengthwiseModel(LengthwiseTransformer):
             use_cache = False
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        layouts, masks = self._layouts(tokens, attention_mask, position_ids, past_key_values)
+        masks: dict[Window | None, DenseBias] = {}
+        if layout is None:
+            layouts, masks = self._layouts(tokens, attention_mask, position_ids, past_key_values)
+        elif attention_mask is not None or position_ids is not None or past_key_values is not None:
+            raise ValueError(
+                "a layout must be without attention_mask, position_ids and past_key_values, got one of them"
+            )
+        else:
+            layouts = dict.fromkeys((None, *self.windows), layout)
         weights = kwargs.get("output_attentions", self.config.output_attentions)
         x = self.run_layers(
             self.wte(input_ids) if inputs_embeds is None else inputs_embeds,

@@ -5,11 +5,14 @@ loaded here: the command line is made from these fields.
 """
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from lengthwise.evaluate.config import EvalConfig
 from lengthwise.options import option
 from lengthwise.train.config import TrainConfig
+
+EngineName = Literal["local", "ray", "slurm"]
+ENGINES: tuple[EngineName, ...] = ("local", "ray", "slurm")
 
 PAPER_ENCODINGS = ["cable", "kerple", "alibi", "fire", "t5-clamped", "rope", "sinusoidal", "none"]
 """Those of the CABLE paper that have no maximal length, and none at all."""
@@ -17,9 +20,9 @@ PAPER_ENCODINGS = ["cable", "kerple", "alibi", "fire", "t5-clamped", "rope", "si
 NOT_SHARED = frozenset(
     {
         *("out", "encoding", "encoding_options", "layers", "seed", "resume", "evaluate_lengths", "dry_run", "version"),
-        *("tuning", "start_from", "pooling", "temperature", "hard_negatives"),
+        *("tuning", "start_from", "pooling", "temperature", "hard_negatives", "hardware"),
         # What is measured is the held-out split of the data, and each run is a process of its own.
-        *("held_out", "sharded"),
+        *("held_out", "sharded", "context_parallel"),
     }
 )
 """Options of training that a study sets itself for each run."""
@@ -37,6 +40,13 @@ class StudyConfig:
     )
     seeds: list[int] = option([1337], "each encoding is trained once with each")  # noqa: RUF009
     jobs: int | None = option(None, "runs that train at the same time; on the CPU one per core, else one")
+    engine: EngineName = option("local", "where runs train: local, ray, or slurm (extras of those names)")  # noqa: RUF009
+    address: str | None = option(None, "ray: a cluster that exists, such as auto or ray://head:10001; else a local one")
+    slurm: dict[str, Any] = option({}, 'slurm: options of submitit: {"slurm_partition": "a100", "timeout_min": 600}')  # noqa: RUF009
+    gpus: float | None = option(None, "ray and slurm: GPUs of each run")
+    cpus: int | None = option(None, "ray and slurm: cores of each run; 1")
+    retries: int = option(3, "ray and slurm: how often a run goes on elsewhere whose worker was lost")
+    upload: str | None = option(None, "where finished runs are copied to, by fsspec: s3://bucket/study")
     hypotheses: dict[str, dict[str, float]] = option(  # noqa: RUF009
         {}, 'the rise expected at eight times the length: {"cable": {"at_most": 0.01}, "rope": {"above": 0.2}}'
     )

@@ -1,19 +1,27 @@
 """The runs of a study, each trained by its own command in a process of its own, several at a time; and how far it is.
 
-Whatever ends one run, the others continue; what is stopped continues from its checkpoint when the study starts again.
+An engine says where: the local pool here, others on the machines of a cluster (ray_engine.py, slurm_engine.py), all on
+the same folder. Whatever ends one run, the others continue; what is stopped continues from its checkpoint when the
+study starts again, on whatever machine.
 """
 
+import contextlib
+import ctypes
 import dataclasses
 import json
 import logging
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from tqdm import tqdm
@@ -23,6 +31,7 @@ from lengthwise.study.results import TrainingOutcome
 from lengthwise.study.runs import StudyRun
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 POLL_SECONDS = 1.0
 TRAINED_ELSEWHERE = "another process is training it"
 
@@ -36,29 +45,69 @@ def parallel_jobs(config: StudyConfig, waiting: list[StudyRun]) -> int:
     return max(1, min(torch.get_num_threads(), len(waiting))) if on_cpu else 1
 
 
+class TrainingJob(ABC):
+    """A run that an engine trains."""
+
+    run: StudyRun
+
+    @abstractmethod
+    def outcome(self) -> TrainingOutcome | None:
+        """How it ended; None while it runs."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Have it make a checkpoint and end."""
+
+    def wait(self) -> None:  # noqa: B027, an engine whose machines end by themselves has nothing to wait for
+        """Wait until it has ended, after `stop`."""
+
+
+class Engine(ABC):
+    """Where runs are trained."""
+
+    jobs: int
+    """How many it is given at a time."""
+
+    @abstractmethod
+    def start(self, run: StudyRun, log: Path) -> TrainingJob:
+        """Begin to train a run, or to wait for a machine that does; its output goes to a log file."""
+
+    def probe(self, function: Callable[[str], T], argument: str) -> list[T]:
+        """What a function gives on the machines that runs may be trained on; none where that is this one."""
+        return []
+
+    def close(self) -> None:  # noqa: B027, the local pool holds nothing
+        """Give back what it holds."""
+
+
 def train_runs(
-    waiting: list[StudyRun], *, out: Path, jobs: int, progress: "StudyProgress"
+    waiting: list[StudyRun],
+    *,
+    out: Path,
+    engine: Engine,
+    progress: "StudyProgress",
+    finished: Callable[[StudyRun], None] | None = None,
 ) -> dict[str, TrainingOutcome]:
-    """Train runs by their own commands, `jobs` at a time, each in a process of its own; how each ended.
+    """Train runs by their own commands, each in a process of its own; how each ended.
 
     Whatever ends one, the others continue; each has its memory for itself, and its output goes to a log file.
+    `finished` is called with each that ended well, while others train.
     """
     folder = out / "training"
     folder.mkdir(parents=True, exist_ok=True)
     waiting = list(waiting)
-    running: list[_TrainingProcess] = []
+    running: list[TrainingJob] = []
     ended: dict[str, TrainingOutcome] = {}
-    threads = max(1, torch.get_num_threads() // jobs)
     with _exit_on_signals():
         try:
             while waiting or running:
-                while waiting and len(running) < jobs:
+                while waiting and len(running) < engine.jobs:
                     run = waiting.pop(0)
                     if run.is_being_trained:
                         ended[run.name] = TrainingOutcome(0.0, 0, 0, TRAINED_ELSEWHERE)
                     else:
                         progress.start(f"training {run.name}")
-                        running.append(_TrainingProcess(run, folder, threads))
+                        running.append(engine.start(run, folder / f"{run.name}.log"))
                 for child in list(running):
                     if (outcome := child.outcome()) is None:
                         progress.set_steps(child.run, child.run.steps_done)
@@ -68,23 +117,78 @@ def train_runs(
                     progress.training_done(child.run)
                     if outcome.failure is not None:
                         log.warning("%s failed: %s", child.run.name, outcome.failure)
+                    elif finished is not None:
+                        finished(child.run)
                 if running:
                     time.sleep(POLL_SECONDS)
         finally:
             # Ctrl-C, SIGTERM, or an error here: the runs make their checkpoints and end; the next study continues.
             for child in running:
-                child.process.terminate()
+                child.stop()
             for child in running:
-                child.process.wait()
+                child.wait()
     return ended
 
 
-class _TrainingProcess:
-    """A run that trains in its own process."""
+class LocalPool(Engine):
+    """Processes of this machine: the default, which needs nothing else."""
 
-    def __init__(self, run: StudyRun, folder: Path, threads: int) -> None:
+    def __init__(self, jobs: int) -> None:
+        self.jobs = jobs
+        self.threads = max(1, torch.get_num_threads() // jobs)
+
+    def start(self, run: StudyRun, log: Path) -> TrainingJob:
+        """In a process of its own."""
+        return TrainingProcess(run, log, self.threads)
+
+
+def check_shared(engine: Engine, out: Path) -> None:
+    """An error unless all machines of an engine read and write the same folder as this one."""
+    out.mkdir(parents=True, exist_ok=True)
+    question = out.resolve() / f".shared-{secrets.token_hex(8)}"
+    question.write_text(question.name)
+    try:
+        for machine in engine.probe(answer_probe, str(question)):
+            if not question.with_name(f"{question.name}-{machine}").exists():
+                raise OSError(
+                    f"the study's folder must be on a disk that all machines share, got {out}, where {machine} does "
+                    "not read what is written here; give another --out"
+                )
+    finally:
+        for file in question.parent.glob(f"{question.name}*"):
+            file.unlink()
+
+
+def answer_probe(question: str) -> str:
+    """The name of this machine, which is also written beside the question if that is here."""
+    machine = socket.gethostname()
+    path = Path(question)
+    if path.exists() and path.read_text() == path.name:
+        path.with_name(f"{path.name}-{machine}").write_text(machine)
+    return machine
+
+
+def train_to_end(run: StudyRun, log: Path, folder: Path, threads: int) -> TrainingOutcome:
+    """Train a run on this machine, for engines that call it there; paths are those of `folder`."""
+    with contextlib.chdir(folder):
+        process = TrainingProcess(run, log, threads, bound=True)
+        try:
+            while (outcome := process.outcome()) is None:
+                time.sleep(POLL_SECONDS)
+        except BaseException:
+            # The engine takes the machine away: time for a checkpoint.
+            process.stop()
+            process.wait()
+            raise
+        return outcome
+
+
+class TrainingProcess(TrainingJob):
+    """A run that trains in its own process on this machine; `bound` ends with the process that started it."""
+
+    def __init__(self, run: StudyRun, log: Path, threads: int, *, bound: bool = False) -> None:
         self.run = run
-        self.log = folder / f"{run.name}.log"
+        self.log = log
         self.threads = threads
         self.began = time.monotonic()
         with self.log.open("w") as output:
@@ -96,7 +200,16 @@ class _TrainingProcess:
                 stderr=subprocess.STDOUT,
                 env=os.environ | {"OMP_NUM_THREADS": str(threads)},
                 process_group=0,
+                preexec_fn=_end_with_parent if bound and sys.platform == "linux" else None,
             )
+
+    def stop(self) -> None:
+        """By a signal, after which training makes a checkpoint."""
+        self.process.terminate()
+
+    def wait(self) -> None:
+        """Until it is gone."""
+        self.process.wait()
 
     def outcome(self) -> TrainingOutcome | None:
         """How it ended, written to a file too; None while it runs."""
@@ -114,6 +227,11 @@ class _TrainingProcess:
         outcome = TrainingOutcome(time.monotonic() - self.began, peak, self.threads, failure)
         self.log.with_suffix(".json").write_text(json.dumps(dataclasses.asdict(outcome)) + "\n")
         return outcome
+
+
+def _end_with_parent() -> None:
+    """A worker that is killed must not leave a run behind that holds its folder: Linux then kills the run too."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 @contextmanager

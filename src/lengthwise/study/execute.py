@@ -14,6 +14,7 @@ import dataclasses
 import json
 import logging
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from lengthwise import __version__
 from lengthwise.data.retrieval import RetrievalSet, check_set, retrieval_set
 from lengthwise.data.sources import resolve
 from lengthwise.encodings.registry import find
-from lengthwise.errors import check_int
 from lengthwise.evaluate import LengthTable, Score
 from lengthwise.evaluate.config import ResolvedEvalConfig
 from lengthwise.evaluate.corpus import Corpus
@@ -42,11 +42,13 @@ from lengthwise.inspect import position_maps
 from lengthwise.loading import LoadedModel, load_tokenizer_of, resolve_device
 from lengthwise.model.stretch import parse_stretch
 from lengthwise.study.config import StudyConfig
-from lengthwise.study.engine import TRAINED_ELSEWHERE, StudyProgress, parallel_jobs, train_runs
+from lengthwise.study.engine import TRAINED_ELSEWHERE, StudyProgress, train_runs
+from lengthwise.study.engines import check_engine, make_engine
 from lengthwise.study.report import check_paper, write_report
 from lengthwise.study.results import StudyResults, TrainingOutcome
 from lengthwise.study.runs import StudyRun, contrastive_runs, study_runs
 from lengthwise.study.tune import with_tuned_rates
+from lengthwise.study.upload import open_storage, upload_run
 from lengthwise.tasks import find_task
 from lengthwise.train.setup import dry_run
 from lengthwise.views.style import save_picture
@@ -54,6 +56,7 @@ from lengthwise.views.style import save_picture
 log = logging.getLogger(__name__)
 LENGTH_MULTIPLES = (1, 2, 4, 8, 16)
 WINDOWS = 128
+SECONDS = "seconds.json"
 LONGEST_MAP = 512
 """Tokens that heads are drawn for at most, as in the paper."""
 MEASURE_ERRORS = (ArithmeticError, LookupError, OSError, RuntimeError, ValueError)
@@ -63,8 +66,9 @@ def run_study(config: StudyConfig) -> str:
     """Do it; the table, the runs that are missing, and the report's path."""
     began = time.monotonic()
     check_paper(config.paper)
-    if config.jobs is not None:
-        check_int("jobs", config.jobs)
+    check_engine(config)
+    if config.upload is not None:
+        open_storage(config.upload)
     resolve_device(config.training.device)
     if config.tune:
         config = with_tuned_rates(config)
@@ -74,59 +78,88 @@ def run_study(config: StudyConfig) -> str:
         dry_run(runs[0].config)
     evaluation = evaluation_of(config, runs[0])
     out = Path(config.out)
+    before = stored_seconds(out)
+    evaluator = RunEvaluator(evaluation, out, config.training.device)
+    with StudyProgress([*runs, *later], measured_tokens=evaluation.windows * sum(evaluation.lengths)) as progress:
+        waiting = [run for run in runs if not run.is_finished]
+        if config.train:
+
+            def report_so_far(run: StudyRun) -> None:
+                others = {other.name: "not trained yet" for other in runs if not other.is_finished}
+                results(config, runs, later, evaluator, others, before + time.monotonic() - began, progress)
+
+            # Where others train, this machine is free to measure meanwhile.
+            finished = None if config.engine == "local" else report_so_far
+            with closing(make_engine(config, waiting)) as engine:
+                ended = train_runs(waiting, out=out, engine=engine, progress=progress, finished=finished)
+            trained = {run.config.out for run in runs if run.is_finished}
+            after = [run for run in later if not run.is_finished and run.config.start_from in trained]
+            if after:
+                with closing(make_engine(config, after)) as engine:
+                    ended |= train_runs(after, out=out, engine=engine, progress=progress)
+            missing = {name: outcome.failure for name, outcome in ended.items() if outcome.failure is not None}
+        else:
+            missing = {r.name: TRAINED_ELSEWHERE if r.is_being_trained else "not trained yet" for r in waiting}
+        for run in (*runs, *later):
+            progress.training_done(run)
+        every = results(config, runs, later, evaluator, missing, before + time.monotonic() - began, progress)
+    write_atomic(out / SECONDS, json.dumps({"seconds": every.seconds}))
+    lines = [every.table.text()] if every.table is not None else []
+    lines += [every.retrieval_table.text()] if every.retrieval_table is not None else []
+    lines += [f"{name} is missing: {reason}" for name, reason in every.missing.items()]
+    lines += [f"the heads of {name} could not be drawn: {reason}" for name, reason in every.undrawn.items()]
+    return "\n".join([*lines, f"the report is {out / 'report.html'}"])
+
+
+def results(
+    config: StudyConfig,
+    runs: list[StudyRun],
+    later: list[StudyRun],
+    evaluator: "RunEvaluator",
+    missing: dict[str, str],
+    seconds: float,
+    progress: StudyProgress,
+) -> StudyResults:
+    """Measure and draw the runs that are finished, each once, copy them away, and write the report of them."""
+    out = Path(config.out)
     scores: list[Score] = []
     rows: dict[str, str] = {}
     tasks: list[TaskScore] = []
     undrawn: dict[str, str] = {}
     retrieval: list[RetrievalScore] = []
-    with StudyProgress([*runs, *later], measured_tokens=evaluation.windows * sum(evaluation.lengths)) as progress:
-        waiting = [run for run in runs if not run.is_finished]
-        if config.train:
-            ended = train_runs(waiting, out=out, jobs=parallel_jobs(config, waiting), progress=progress)
-            finished = {run.config.out for run in runs if run.is_finished}
-            after = [run for run in later if not run.is_finished and run.config.start_from in finished]
-            ended |= train_runs(after, out=out, jobs=parallel_jobs(config, after), progress=progress) if after else {}
-            missing = {name: outcome.failure for name, outcome in ended.items() if outcome.failure is not None}
-        else:
-            missing = {r.name: TRAINED_ELSEWHERE if r.is_being_trained else "not trained yet" for r in waiting}
-        for run in runs:
-            progress.training_done(run)
-        evaluator = RunEvaluator(evaluation, out, config.training.device)
-        for run in runs:
-            if run.is_finished:
-                progress.start(f"measuring {run.name}")
-                try:
-                    run_scores, run_tasks = evaluator.measure(run)
-                except MEASURE_ERRORS as error:
-                    log.warning("%s could not be measured: %s", run.name, error)
-                    missing[run.name] = f"could not be measured: {error}"
-                else:
-                    scores += run_scores
-                    # Seeds share the row of their encoding; a stretched model, "+yarn:8", has its own.
-                    rows |= {score.name: run.encoding + score.name.removeprefix(run.name) for score in run_scores}
-                    tasks += run_tasks
-                    undrawn |= evaluator.draw(run)
+    missing = dict(missing)
+    for run in runs:
+        if run.is_finished:
+            progress.start(f"measuring {run.name}")
+            try:
+                run_scores, run_tasks = evaluator.measure(run)
+            except MEASURE_ERRORS as error:
+                log.warning("%s could not be measured: %s", run.name, error)
+                missing[run.name] = f"could not be measured: {error}"
+            else:
+                scores += run_scores
+                # Seeds share the row of their encoding; a stretched model, "+yarn:8", has its own.
+                rows |= {score.name: run.encoding + score.name.removeprefix(run.name) for score in run_scores}
+                tasks += run_tasks
+                undrawn |= evaluator.draw(run)
+            if config.upload is not None and run.run is not None:
+                log.info("%s is at %s", run.name, upload_run(run.run, config.upload))
             progress.measuring_done(run)
-        for run in later:
-            progress.training_done(run)
-            if run.is_finished:
-                progress.start(f"retrieving with {run.name}")
-                try:
-                    retrieval += evaluator.retrieve(run, with_bm25=not retrieval)
-                except MEASURE_ERRORS as error:
-                    log.warning("%s could not be measured: %s", run.name, error)
-                    missing[run.name] = f"could not be measured: {error}"
+        elif run.name in missing:
             progress.measuring_done(run)
+    for run in (run for run in later if run.is_finished):
+        progress.start(f"retrieving with {run.name}")
+        try:
+            retrieval += evaluator.retrieve(run, with_bm25=not retrieval)
+        except MEASURE_ERRORS as error:
+            log.warning("%s could not be measured: %s", run.name, error)
+            missing[run.name] = f"could not be measured: {error}"
+        progress.measuring_done(run)
     table = LengthTable(scores, rows=rows) if scores else None
     outcomes = {run.name: outcome for run in (*runs, *later) if (outcome := read_outcome(out, run)) is not None}
-    seconds = total_seconds(out, time.monotonic() - began)
-    results = StudyResults(config, runs, table, tasks, outcomes, missing, undrawn, seconds, later, retrieval)
-    report = write_report(results, out)
-    lines = [table.text()] if table is not None else []
-    lines += [results.retrieval_table.text()] if results.retrieval_table is not None else []
-    lines += [f"{name} is missing: {reason}" for name, reason in missing.items()]
-    lines += [f"the heads of {name} could not be drawn: {reason}" for name, reason in undrawn.items()]
-    return "\n".join([*lines, f"the report is {report}"])
+    every = StudyResults(config, runs, table, tasks, outcomes, missing, undrawn, seconds, later, retrieval)
+    write_report(every, out)
+    return every
 
 
 def evaluation_of(config: StudyConfig, run: StudyRun) -> ResolvedEvalConfig:
@@ -244,12 +277,10 @@ class RunEvaluator:
         return run.run.final
 
 
-def total_seconds(out: Path, now: float) -> float:
-    """The time of all calls of this study together."""
-    path = out / "seconds.json"
-    before = json.loads(path.read_text())["seconds"] if path.exists() else 0.0
-    write_atomic(path, json.dumps({"seconds": before + now}))
-    return float(before + now)
+def stored_seconds(out: Path) -> float:
+    """The time of all calls of this study before."""
+    path = out / SECONDS
+    return float(json.loads(path.read_text())["seconds"]) if path.exists() else 0.0
 
 
 def read_outcome(out: Path, run: StudyRun) -> TrainingOutcome | None:

@@ -17,7 +17,8 @@ import torch
 from lengthwise.errors import check_int
 from lengthwise.files import write_atomic
 from lengthwise.study.config import StudyConfig
-from lengthwise.study.engine import StudyProgress, parallel_jobs, train_runs
+from lengthwise.study.engine import StudyProgress, train_runs
+from lengthwise.study.engines import make_engine
 from lengthwise.study.results import origin
 from lengthwise.study.runs import StudyRun, run_name, training_of
 from lengthwise.train.config import RECIPES_BY_OBJECTIVE, TrainConfig
@@ -39,10 +40,14 @@ def with_tuned_rates(config: StudyConfig) -> StudyConfig:
     every = [run for runs in tries.values() for run in runs]
     waiting = [run for run in every if not run.is_finished]
     out = Path(config.out)
-    with StudyProgress(every) as progress:
-        # A try that fails, for instance at too high a rate, is one that is not chosen.
-        # Its log has a folder of its own: a try's number could be a run's seed.
-        ended = train_runs(waiting, out=out / "tuning", jobs=parallel_jobs(config, waiting), progress=progress)
+    engine = make_engine(config, waiting)
+    try:
+        with StudyProgress(every) as progress:
+            # A try that fails, for instance at too high a rate, is one that is not chosen.
+            # Its log has a folder of its own: a try's number could be a run's seed.
+            ended = train_runs(waiting, out=out / "tuning", engine=engine, progress=progress)
+    finally:
+        engine.close()
     for encoding, runs in tries.items():
         if not any(run.is_finished for run in runs):
             failures = [outcome.failure for run in runs if (outcome := ended.get(run.name)) is not None]

@@ -17,7 +17,7 @@ OPTIMIZERS: tuple[Optimizer, ...] = ("adamw", "muon")
 FORMAT = 2
 """The version of the config; it rises when a field changes its meaning."""
 
-NOT_STORED = ("out", "resume", "dry_run")
+NOT_STORED = ("out", "resume", "dry_run", "hardware")
 """Where and whether, not what: not part of config.yaml, so that a run can be repeated elsewhere from it."""
 
 MAY_CHANGE = (
@@ -26,6 +26,7 @@ MAY_CHANGE = (
     "device",
     "compile",
     "sharded",
+    "context_parallel",
     "recompute",
     "checkpoint_every",
     "keep",
@@ -174,6 +175,7 @@ class TrainConfig:
     device: str = option("auto", "cpu, cuda, or auto")
     compile: bool = option(False, "run the model through torch.compile")
     sharded: bool = option(False, "FSDP2 instead of DDP, for what does not fit into one process")
+    context_parallel: int = option(1, "processes that share each sequence, where one cannot hold it: ring attention")
     recompute: bool = option(False, "recompute layers in the backward pass, to save memory")
     resume: bool = option(False, "continue from the last whole checkpoint in --out, if there is one")
     checkpoint_every: int = option(500, "steps between checkpoints; the last step always has one")
@@ -185,6 +187,9 @@ class TrainConfig:
     log_every: int = option(50, "steps between log lines where there is no terminal")
     tensorboard: bool = option(False, "write events for TensorBoard too")
     dry_run: bool = option(False, "print what would be trained, and stop")
+    hardware: dict[str, Any] | None = option(  # noqa: RUF009
+        None, 'for --dry-run: {"devices": 8, "memory_gb": 80, "tflops": 989, "utilisation": 0.4}'
+    )
     version: int = option(FORMAT, "of the config; leave it as it is")
 
     @property
@@ -254,6 +259,16 @@ class ResolvedTrainConfig(Recipe, TrainConfig):
             raise ValueError(f"weight_decay must be a number, 0 or more, got {self.weight_decay}")
         self._check_objective()
         check_int("length", self.length, least=2)
+        check_int("context_parallel", self.context_parallel)
+        if self.context_parallel > 1 and self.length < 2 * self.context_parallel:
+            raise ValueError(
+                f"{self.context_parallel} processes share sequences of {2 * self.context_parallel} tokens or more, got "
+                f"--length {self.length}; use fewer, or longer sequences"
+            )
+        if self.context_parallel > 1 and self.compile:
+            raise ValueError(
+                "--context-parallel exchanges keys between processes, which no graph holds; leave out --compile"
+            )
         for length in self.evaluate_lengths or ():
             check_int("evaluate_lengths", length, least=2)
         if self.batch_tokens % self.length:
@@ -272,6 +287,11 @@ class ResolvedTrainConfig(Recipe, TrainConfig):
         check_number("temperature", self.temperature)
         check_int("hard_negatives", self.hard_negatives, least=0)
         check_choice("pooling", self.pooling, ("mean", "first"))
+        if self.objective != "causal" and self.context_parallel > 1:
+            raise ValueError(
+                f"processes can share sequences of the objective causal alone, got {self.objective} and "
+                "--context-parallel"
+            )
         if self.objective != "contrastive":
             return
         if self.start_from is None:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedTokenizerFast
 
 from lengthwise.data.retrieval import Pair, pairs_hash, query_tokens, training_pairs
@@ -81,7 +82,7 @@ class ContrastiveObjective(Objective):
         padding = int(self.tokenizer.pad_token_id or 0)
         return *padded(texts, padding), *padded(bodies, padding)
 
-    def loss(self, model: Any, *inputs: Any) -> Float[Tensor, ""]:
+    def loss(self, model: Any, *inputs: Any, ring: ProcessGroup | None = None) -> Float[Tensor, ""]:
         """The sum over the queries."""
         queries, query_mask, documents, document_mask = inputs
         vectors = [

@@ -2,7 +2,8 @@
 
 Under torchrun the loss is wrapped in DDP, or in FSDP2 if it is sharded. The loss of a batch is the sum over its tokens
 divided by their number, whatever the parts of the processes: the number of processes changes only the order of
-additions.
+additions. Where processes share sequences (`--context-parallel`), those with consecutive numbers share the same ones;
+gradients are averaged, or shards made, over all processes alike.
 """
 
 import gc
@@ -17,13 +18,14 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lengthwise.encodings import Encoding
-from lengthwise.loading import resolve_device
+from lengthwise.loading import local_device
 from lengthwise.train.config import ResolvedTrainConfig
 
 T = TypeVar("T")
@@ -39,6 +41,8 @@ class World:
     size: int
     device: torch.device
     sharded: bool
+    ring: ProcessGroup | None = None
+    """The processes that share each sequence with this one; None where each has its own."""
 
     @property
     def is_distributed(self) -> bool:
@@ -50,9 +54,29 @@ class World:
         """Whether this process writes and logs."""
         return self.rank == 0
 
+    @property
+    def context(self) -> int:
+        """How many processes share each sequence."""
+        return 1 if self.ring is None else dist.get_world_size(self.ring)
+
+    @property
+    def readers(self) -> int:
+        """How many processes, or rings of them, have sequences of their own."""
+        return self.size // self.context
+
+    @property
+    def reader(self) -> int:
+        """Which of them this process is, or belongs to."""
+        return self.rank // self.context
+
+    @property
+    def is_first_of_ring(self) -> bool:
+        """Whether it is the first of those that share its sequences."""
+        return self.rank % self.context == 0
+
     def own_part(self, count: int) -> range:
-        """Which of `count` items belong to this process."""
-        return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
+        """Which of `count` sequences belong to this process, or to those that share them with it."""
+        return range(self.reader * count // self.readers, (self.reader + 1) * count // self.readers)
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all processes."""
@@ -147,25 +171,32 @@ def clip_gradients(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
 def join_processes(config: ResolvedTrainConfig) -> Iterator[World]:
     """The processes that torchrun started, or this one alone."""
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-    device = _local_device(config.device)
-    if config.sharded and "RANK" not in os.environ:
-        raise ValueError("--sharded needs several processes, got one; start them with torchrun")
+    device = local_device(config.device)
+    for option, needs in (("--sharded", config.sharded), ("--context-parallel", config.context_parallel > 1)):
+        if needs and "RANK" not in os.environ:
+            raise ValueError(f"{option} needs several processes, got one; start them with torchrun")
     if "RANK" not in os.environ:
         yield World(rank, size, device, sharded=False)
         return
-    if config.sequences < size:
+    together = config.context_parallel
+    if size % together:
         raise ValueError(
-            f"every process must have a sequence of each batch, got {config.sequences} sequences and {size} processes; "
+            f"--context-parallel must divide the processes, got {together} and {size} processes; start another number"
+        )
+    readers, name = size // together, "processes" if together == 1 else f"rings of {together} processes"
+    if config.sequences < readers:
+        raise ValueError(
+            f"every process must have a sequence of each batch, got {config.sequences} sequences and {readers} {name}; "
             "raise --batch-tokens, or start fewer processes"
         )
-    if config.sharded and config.sequences % size:
+    if config.sharded and config.sequences % readers:
         raise ValueError(
             f"with --sharded the processes must divide the sequences of a batch, got {config.sequences} sequences and "
-            f"{size} processes; change --batch-tokens, or start another number"
+            f"{readers} {name}; change --batch-tokens, or start another number"
         )
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
-        yield World(rank, size, device, sharded=config.sharded)
+        yield World(rank, size, device, sharded=config.sharded, ring=_ring(device, size, together))
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)
         if isinstance(error, RuntimeError) and size > 1 and CONNECTION_LOST.search(str(error)):
@@ -181,9 +212,8 @@ def join_processes(config: ResolvedTrainConfig) -> Iterator[World]:
         dist.destroy_process_group()
 
 
-def _local_device(name: str) -> torch.device:
-    device = resolve_device(name)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-    return device
+def _ring(device: torch.device, size: int, together: int) -> ProcessGroup | None:
+    if together == 1:
+        return None
+    mesh = init_device_mesh(device.type, (size // together, together), mesh_dim_names=("sequences", "ring"))
+    return mesh.get_group("ring")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from lengthwise.model.modeling import LengthwisePreTrainedModel
 from lengthwise.runs import Run, RunWriter
@@ -44,13 +45,15 @@ log = logging.getLogger(__name__)
 class SummedLoss(nn.Module):
     """The summed loss of some sequences, as a forward pass: DDP and FSDP2 hook no other method."""
 
-    def __init__(self, model: LengthwisePreTrainedModel, objective: Objective) -> None:
+    def __init__(
+        self, model: LengthwisePreTrainedModel, objective: Objective, ring: ProcessGroup | None = None
+    ) -> None:
         super().__init__()
-        self.model, self.objective = model, objective
+        self.model, self.objective, self.ring = model, objective, ring
 
     def forward(self, *inputs: Tensor | None) -> Float[Tensor, ""]:
-        """The sum of the losses of these inputs."""
-        return self.objective.loss(self.model, *inputs)
+        """The sum of the losses of these inputs; of sequences that processes share, this one's part."""
+        return self.objective.loss(self.model, *inputs, ring=self.ring)
 
 
 def train(config: TrainConfig) -> Run:
@@ -80,7 +83,7 @@ def run(config: ResolvedTrainConfig, world: World) -> None:
             model.gradient_checkpointing_enable()
         dtype = matmul_dtype(config, world.device)
         layers: Any = model.base_model.h
-        summed_loss = world.wrap(SummedLoss(model, objective), layers, dtype)
+        summed_loss = world.wrap(SummedLoss(model, objective, world.ring), layers, dtype)
         optimizers = Optimizers(config, model)
         start, seconds = 0, 0.0
         seed_everything(config.seed, world.rank)

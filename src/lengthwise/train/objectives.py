@@ -18,10 +18,12 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedTokenizerFast
 
 from lengthwise.data import Batches
 from lengthwise.data.tokens import document_positions
+from lengthwise.distributed import check_spreadable, ring_loss
 from lengthwise.model.losses import IGNORED
 from lengthwise.model.modeling import LengthwisePreTrainedModel
 from lengthwise.train.config import ResolvedTrainConfig
@@ -108,8 +110,8 @@ class Objective(ABC):
         """Of `count` sequences, the first of them number `first` since training began."""
 
     @abstractmethod
-    def loss(self, model: Any, *inputs: Any) -> Float[Tensor, ""]:
-        """The sum of the losses, not the mean: the parts of a batch may differ in size."""
+    def loss(self, model: Any, *inputs: Any, ring: ProcessGroup | None = None) -> Float[Tensor, ""]:
+        """The sum of the losses, not the mean: the parts of a batch may differ in size. `ring` shares the sequences."""
 
     @abstractmethod
     def held_out(self, model: LengthwisePreTrainedModel) -> HeldOut:
@@ -138,6 +140,8 @@ class TokenObjective(Objective):
         """From its config, or with the weights of another one."""
         model = make_model(self.config, self.tokenizer)
         check_positions(self.config, model)
+        if self.config.context_parallel > 1:
+            check_spreadable(model.config)
         return model
 
     def inputs(self, first: int, count: int) -> Inputs:
@@ -150,9 +154,11 @@ class TokenObjective(Objective):
             positions = rule.draw(first, count, config.length, seed=config.seed)
         return *self.rule.draw(ids, first, seed=config.seed), positions
 
-    def loss(self, model: Any, *inputs: Any) -> Float[Tensor, ""]:
+    def loss(self, model: Any, *inputs: Any, ring: ProcessGroup | None = None) -> Float[Tensor, ""]:
         """The sum over all targets."""
         read, labels, positions = inputs
+        if ring is not None:
+            return ring_loss(model, read, position_ids=positions, group=ring)
         return model.loss(read, labels, position_ids=positions, reduction="sum")
 
     def held_out(self, model: LengthwisePreTrainedModel) -> HeldOut:

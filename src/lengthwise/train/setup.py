@@ -10,12 +10,14 @@ from transformers import PreTrainedTokenizerFast
 from lengthwise.data import Split, Tokens, load_tokenizer, prepare
 from lengthwise.data.sources import resolve
 from lengthwise.data.tokenizers import tokenizer_hash, with_mask_token
+from lengthwise.distributed import check_spreadable
 from lengthwise.encodings import Encoding
 from lengthwise.loading import load_model, resolve_checkpoint
 from lengthwise.model import LengthwiseConfig, LengthwiseEncoderConfig, LengthwiseForCausalLM, LengthwiseForMaskedLM
 from lengthwise.model.modeling import LengthwisePreTrainedModel
 from lengthwise.train.config import ResolvedTrainConfig, TrainConfig
 from lengthwise.train.distributed import encoding_parameters
+from lengthwise.train.estimate import Hardware, describe_needs, estimate
 from lengthwise.train.positions import PositionRule
 
 GPT2_VOCABULARY = 50_257
@@ -112,6 +114,10 @@ def dry_run(config: TrainConfig) -> str:
     with torch.device("meta"):
         model = MODELS[resolved.objective](model_config(resolved, vocabulary_size(resolved)))
     check_positions(resolved, model)
+    if resolved.context_parallel > 1:
+        check_spreadable(model.config)
+    hardware = Hardware.parse({"devices": resolved.context_parallel, **(resolved.hardware or {})})
+    needs = estimate(resolved, model, hardware)
     learned = sum(parameter.numel() for parameter in encoding_parameters(model))
     tokens = resolved.steps * resolved.batch_tokens
     return "\n".join(
@@ -122,6 +128,7 @@ def dry_run(config: TrainConfig) -> str:
             f"tokens    {tokens:,} in {resolved.steps:,} steps of {resolved.sequences:,} x {resolved.length:,}",
             f"rate      {resolved.optimizer}, up to {resolved.learning_rate:g} in {resolved.warmup:,} steps, then down "
             f"to {resolved.final_learning_rate:g}; {resolved.encoding_learning_rate:g} for the encoding's parameters",
+            *describe_needs(resolved, needs, hardware),
         )
     )
 

@@ -86,8 +86,8 @@ class Validation:
         starts = range(0, count, at_once)
         total = torch.zeros(2, dtype=torch.float64)
         # Every process makes as many calls as every other, or sharded ones would wait for each other for ever.
-        for turn in range(0, len(starts), world.size):
-            own = turn + world.rank
+        for turn in range(0, len(starts), world.readers):
+            own = turn + world.reader
             first = starts[min(own, len(starts) - 1)]
             rows = [self.tokens.read(i * length, length) for i in range(first, min(first + at_once, count))]
             tokens = torch.from_numpy(np.stack(rows))
@@ -95,9 +95,10 @@ class Validation:
             inputs = *self.rule.draw(tokens, first, seed=SEED), positions
             nats = loss(*(None if x is None else x.to(world.device) for x in inputs))
             if own < len(starts):
-                total += torch.tensor([float(nats), len(rows) * self.rule.targets(length)], dtype=torch.float64)
-        losses, targets = world.sum(total.to(world.device)).tolist()
-        return losses / targets
+                targets = len(rows) * self.rule.targets(length) if world.is_first_of_ring else 0
+                total += torch.tensor([float(nats), targets], dtype=torch.float64)
+        losses, every = world.sum(total.to(world.device)).tolist()
+        return losses / every
 
 
 def save_map_snapshot(

@@ -1,0 +1,80 @@
+"""Runs of a study as tasks of a Ray cluster: one that exists, or a local one for as long as the study lasts.
+
+Ray gives every run its cores and GPUs, waits for machines that join later, and starts a run again whose worker died;
+the run then goes on from its checkpoint, which is in the study's folder.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from lengthwise.study.config import StudyConfig
+from lengthwise.study.engine import Engine, T, TrainingJob, train_to_end
+from lengthwise.study.results import TrainingOutcome
+from lengthwise.study.runs import StudyRun
+
+PROBE_SECONDS = 60.0
+"""How long a machine has to answer."""
+
+
+class RayEngine(Engine):
+    """A task for each run."""
+
+    def __init__(self, config: StudyConfig, *, jobs: int) -> None:
+        self.jobs, self.cpus = jobs, config.cpus or 1
+        self.folder = Path.cwd()
+        self.began = not ray.is_initialized()
+        if self.began:
+            # A local cluster has room for as many runs as are wanted at a time, whatever the cores.
+            room = {"num_cpus": (config.jobs or 1) * self.cpus} if config.address is None and config.jobs else {}
+            ray.init(address=config.address, log_to_driver=False, configure_logging=False, **room)
+        self.task: Any = ray.remote(train_to_end).options(
+            num_cpus=self.cpus, num_gpus=config.gpus or 0, max_retries=config.retries, max_calls=1
+        )
+
+    def start(self, run: StudyRun, log: Path) -> TrainingJob:
+        """Wait for room, then train."""
+        return RayJob(run, self.task.remote(run, log, self.folder, self.cpus))
+
+    def probe(self, function: Any, argument: str) -> list[T]:
+        """On every machine that is there now."""
+        task = ray.remote(function)
+        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
+        answers = [task.options(num_cpus=0, scheduling_strategy=place).remote(argument) for place in places]
+        results: list[T] = ray.get(answers, timeout=PROBE_SECONDS)
+        return results
+
+    def close(self) -> None:
+        """End a local cluster."""
+        if self.began:
+            ray.shutdown()
+
+
+class RayJob(TrainingJob):
+    """A run as a task."""
+
+    def __init__(self, run: StudyRun, answer: Any) -> None:
+        self.run, self.answer = run, answer
+
+    def outcome(self) -> TrainingOutcome | None:
+        """What the task gave, or why it gave nothing."""
+        ready, _ = ray.wait([self.answer], timeout=0)
+        if not ready:
+            return None
+        try:
+            outcome: TrainingOutcome = ray.get(self.answer)
+        except ray.exceptions.RayError as error:
+            lines = str(error).strip().splitlines()
+            return TrainingOutcome(0.0, 0, 0, f"its worker was lost: {lines[-1] if lines else type(error).__name__}")
+        return outcome
+
+    def stop(self) -> None:
+        """Interrupt the task, which has the run make a checkpoint."""
+        ray.cancel(self.answer)
+
+    def wait(self) -> None:
+        """Until it has ended, one way or another."""
+        ray.wait([self.answer])

@@ -1,0 +1,399 @@
+"""Ring attention: several processes give what one gives, for every encoding that does not rescore."""
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from rounding import Inside, assert_within_rounding, rounding_noise
+from train_kit import in_processes
+
+import lengthwise as lw
+from lengthwise.attention import checked_call
+from lengthwise.distributed import gather, ring_attend, ring_loss, spread, take, zigzag
+from lengthwise.encodings.registry import find
+from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
+from lengthwise.testing import Subject, assert_near
+
+SPREAD = [name for name, cls in lw.ENCODINGS.items() if not cls.overrides("rescore")]
+VARIANTS = [
+    ("alibi", {"learned": True}),
+    ("bam", {"learned": "all"}),
+    ("fire", {"threshold": 8.0}),
+    ("grape-m", {"per_head": True}),
+    ("rope", {"scaling": {"type": "dynamic", "factor": 4.0}}),
+    ("rope+fox+ssmax+sink", {}),
+]
+CASES = [(name, {}) for name in SPREAD] + VARIANTS
+ROADS = [
+    *(
+        "cable",
+        "k-cable",
+        "alibi",
+        "rope",
+        "xpos",
+        "carope",
+        "selective-rope",
+        "kerple",
+        "fire",
+        "t5",
+        "shaw",
+        "deberta",
+    ),
+    *("inkling", "grape-a", "learned", "logn", "rope+fox+ssmax+sink"),
+]
+"""One of each: levels, rotations, a common middle, sums of angles, a halo, tables, lines, profiles of queries and keys,
+functions, embeddings, counts of tokens, and all of it composed. The rest is behind prove."""
+
+
+def in_ring(work, size, patience=60):
+    """Some work in the processes of one group; all must end well."""
+
+    def joined():
+        dist.init_process_group("gloo")
+        work()
+        dist.barrier()
+
+    assert in_processes(joined, size, patience=patience) == [0] * size
+
+
+def documents_and_padding(length, *, causal=True):
+    """Two sequences: three documents in one, padding at both ends of the other."""
+    slots = torch.arange(length)
+    documents = torch.stack(
+        [torch.bucketize(slots, torch.tensor([length // 4, length // 2 + 2]), right=True), 0 * slots]
+    )
+    mask = torch.ones(2, length, dtype=torch.bool)
+    mask[1, :5] = mask[1, -3:] = False
+    return lw.layout(length, key_mask=mask, documents=documents, causal=causal)
+
+
+def attention_inputs(layer, x, layout, **options):
+    """What `attend` is given for one layer, whoever has the tokens."""
+    encoding = layer.encoding
+    x = encoding.embed(x, layout)
+    q, k, v = layer.qkv(x)
+    own_qk = encoding.own_qk("bias", q, k)
+    state = encoding.state(x, layout.query_mask, **encoding.own_qk("state", q, k))
+    q, k = encoding.rotate(q, k, layout, state)
+    made = {
+        "bias": encoding.bias(x, layout, state, **own_qk),
+        "logit_scale": encoding.logit_scale(x, layout),
+        "sink": encoding.sink(x),
+        "scale": layer.scale,
+    }
+    return (q, k, v), made | options | {"layout": layout, "return_lse": True}
+
+
+def attention(layer, x, layout, backend="auto", **options):
+    """Output and log-sum-exp of one layer."""
+    qkv, made = attention_inputs(layer, x, layout, **options)
+    return lw.attend(*qkv, **made, backend=backend)
+
+
+def loss_directions(out, lse, real):
+    """Two gradients of the output and the log-sum-exp, none where a token is padding."""
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(2):
+        d_out = torch.randn(out, generator=generator) * real[:, None, :, None]
+        yield d_out, torch.randn(lse, generator=generator) * real[:, None]
+
+
+def alone(layer, x, layout, backend, **options):
+    """Output, log-sum-exp and gradients in one process, by name."""
+    x = x.clone().requires_grad_()
+    out, lse = attention(layer, x, layout, backend, **options)
+    sources = {"x": x} | dict(layer.named_parameters())
+    results = {"out": [real_rows(out, layout)], "lse": [real_rows(lse, layout)]}
+    for d_out, d_lse in loss_directions(out.shape, lse.shape, real_tokens(layout)):
+        losses = (out * d_out.to(out.dtype)).sum() + (lse.where(lse.isfinite(), 0) * d_lse.to(lse.dtype)).sum()
+        collect(
+            results, sources, torch.autograd.grad(losses, list(sources.values()), retain_graph=True, allow_unused=True)
+        )
+    return {name: torch.stack(own).detach() for name, own in results.items()}
+
+
+def together(layer, x, layout, **options):
+    """The same with the tokens spread over the processes, whole in each of them."""
+    part = spread(layout)
+    own = take(x, part).requires_grad_()
+    out, lse = attention(layer, own, part, **options)
+    learned = dict(layer.named_parameters())
+    results = {"out": [real_rows(gather(out, part, 2), layout)], "lse": [real_rows(gather(lse, part, 2), layout)]}
+    shapes = (*out.shape[:2], layout.key_count, out.shape[3]), (*lse.shape[:2], layout.key_count)
+    for d_out, d_lse in loss_directions(*shapes, real_tokens(layout)):
+        losses = (out * take(d_out, part, 2)).sum()
+        losses = losses + (lse.where(lse.isfinite(), 0) * take(d_lse, part, 2)).sum()
+        sources = [own, *learned.values()]
+        d_own, *others = torch.autograd.grad(losses, sources, retain_graph=True, allow_unused=True)
+        for gradient in others:
+            if gradient is not None:
+                dist.all_reduce(gradient)
+        collect(results, {"x": own} | learned, [gather(d_own, part), *others])
+    return {name: torch.stack(tensors).detach() for name, tensors in results.items()}
+
+
+def collect(results, sources, gradients):
+    for name, gradient in zip(sources, gradients, strict=True):
+        if gradient is not None:
+            results.setdefault(name, []).append(gradient)
+
+
+def real_tokens(layout):
+    mask = layout.key_mask
+    return torch.ones(layout.batch, layout.key_count, dtype=torch.bool) if mask is None else mask
+
+
+def real_rows(x, layout):
+    """0 for rows of padding: what they hold is nobody's business."""
+    real = real_tokens(layout)[:, None, :]
+    return x.where(real if x.ndim == 3 else real[..., None], 0)
+
+
+def assert_like_one_process(name, options, layout, **more):
+    """Output, log-sum-exp and all gradients are those of one process, and the same bits when it is done again."""
+    subject = Subject(name, options, "auto", causal=layout.causal, length=layout.key_count)
+    layer, x = subject.layer(), subject.tokens()
+    ours, again = (together(layer, x, layout, **more) for _ in range(2))
+    for result in ours:
+        assert torch.equal(ours[result], again[result]), f"{name}: {result} differs from run to run"
+    if dist.get_rank() == 0:
+        twin, tokens, given = copy.deepcopy(layer).double(), x.double(), in_double(more)
+        plain, exact = alone(layer, x, layout, "reference", **more), alone(twin, tokens, layout, "reference", **given)
+        assert ours.keys() == exact.keys(), name
+        terms = x.shape[0] * x.shape[1]
+        try:
+            assert_within_rounding(ours, plain, exact, {}, terms=terms)
+        except AssertionError:  # what cancels is only worked out where it is needed
+            try:
+                assert_within_rounding(ours, plain, exact, noise(twin, tokens, layout, **given), terms=terms)
+            except AssertionError as error:
+                raise AssertionError(f"{name} {options}: {error}") from error
+
+
+def noise(layer, x, layout, **options):
+    """By name what random roundings inside change, over both gradients of the output."""
+    x = x.clone().requires_grad_()
+    qkv, made = attention_inputs(layer, x, layout, **options)
+    inside = Inside.of(checked_call(*qkv, **made))
+    learned = {"x": x} | dict(layer.named_parameters())
+    totals = {}
+    for d_out, d_lse in loss_directions(inside.out.shape, inside.lse.shape, real_tokens(layout)):
+        for name, own in rounding_noise(inside, d_out.double(), d_lse.double(), learned).items():
+            totals[name] = math.hypot(totals.get(name, 0.0), own)
+    return totals
+
+
+def in_double(options):
+    return {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+
+
+def test_two_processes_give_what_one_gives_packed_and_padded():
+    layout = documents_and_padding(37)
+
+    def every():
+        for name in ROADS:
+            assert_like_one_process(name, {}, layout)
+
+    in_ring(every, 2, patience=300)
+
+
+def test_four_processes_give_what_one_gives():
+    def some():
+        for name in ("cable", "kerple", "selective-rope"):
+            assert_like_one_process(name, {}, lw.layout(29))
+
+    in_ring(some, 4, patience=120)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("size", [2, 4])
+def test_any_number_of_processes_gives_what_one_gives_with_every_encoding(size):
+    def every():
+        for name, options in CASES:
+            for layout in (lw.layout(37), documents_and_padding(38), documents_and_padding(64)):
+                assert_like_one_process(name, options, layout)
+            if find(name).two_sided:
+                for layout in (lw.layout(37, causal=False), documents_and_padding(41, causal=False)):
+                    assert_like_one_process(name, options, layout)
+
+    in_ring(every, size, patience=3000)
+
+
+WINDOWS = [7, (lw.Band(0, 6), lw.Band(6, first=3)), lw.Band(0, 1, chunk=8), lw.Band(3, 20)]
+
+
+def test_windows_bands_sinks_scales_and_caps_are_those_of_one_process():
+    def every():
+        for window, layout in itertools.product(WINDOWS, (lw.layout(37), documents_and_padding(37))):
+            assert_like_one_process("kerple", {}, layout, window=window)
+        assert_like_one_process("alibi", {}, lw.layout(37, causal=False), window=9)
+        assert_like_one_process("cable", {}, lw.layout(37), softcap=3.0, sink=torch.linspace(-1, 1, 3))
+
+    in_ring(every, 2, patience=200)
+
+
+def seeded():
+    return torch.Generator().manual_seed(5)
+
+
+def test_heads_of_queries_may_share_keys():
+    def grouped():
+        g = seeded()
+        q, k, v = (torch.randn(1, heads, 40, 8, generator=g) for heads in (6, 2, 2))
+        step = torch.rand(1, 6, 40, generator=g)
+        layout = lw.layout(40)
+        part = spread(layout)
+        level = part.ring.running_sums(take(step, part, 2))
+        ours = gather(
+            lw.attend(
+                *(take(x, part, 2) for x in (q, k, v)),
+                layout=part,
+                bias=lw.LevelBias(level, level, torch.ones(1, 6, 1)),
+            ),
+            part,
+            2,
+        )
+        bias = lw.LevelBias.of_steps(step, torch.ones(1, 6, 1), start=0, queries=40)
+        assert_near(ours, lw.attend(q, k, v, layout=layout, bias=bias, backend="reference"), "grouped heads")
+
+    in_ring(grouped, 2)
+
+
+def sent_tokens(work):
+    """How many tokens' keys this process sends while some work is done."""
+    sizes, transfer = [], dist.batch_isend_irecv
+    dist.batch_isend_irecv = lambda operations: (
+        sizes.extend(op.tensor.shape[2] for op in operations if op.op is dist.isend and op.tensor.ndim == 4),
+        transfer(operations),
+    )[1]
+    try:
+        work()
+    finally:
+        dist.batch_isend_irecv = transfer
+    return sum(sizes) // 2  # keys and values
+
+
+def test_a_window_and_a_steep_bias_leave_out_exchanges():
+    def count():
+        length = 512
+        g = seeded()
+        q, k, v = torch.randn(3, 1, 2, length, 8, generator=g)
+        part = spread(lw.layout(length))
+        own = [take(x, part, 2) for x in (q, k, v)]
+        position = part.key[:, None].double()
+
+        def far(slope):
+            return lw.LevelBias(position, position, torch.tensor([slope, 2 * slope]).view(1, 2, 1))
+
+        everything = sent_tokens(lambda: lw.attend(*own, layout=part))
+        windowed = sent_tokens(lambda: lw.attend(*own, layout=part, window=16))
+        steep = sent_tokens(lambda: lw.attend(*own, layout=part, bias=far(2.0)))
+        flat = sent_tokens(lambda: lw.attend(*own, layout=part, bias=far(0.01)))
+        with lw.skipping(False):
+            unskipped = sent_tokens(lambda: lw.attend(*own, layout=part, bias=far(2.0)))
+        totals = torch.tensor([everything, windowed, steep, flat, unskipped])
+        dist.all_reduce(totals)
+        # Each of four chunks is 64 tokens; a chunk needs 15 of the one before, unless that is of the same process.
+        chunks = zigzag(length, dist.get_world_size())
+        borders = sum(a.owner != b.owner for a, b in itertools.pairwise(chunks))
+        assert totals[1] == 15 * borders
+        assert totals[2] == 64 * borders, "blocks of 64 keys"
+        assert totals[3] == totals[4] == totals[0]
+
+    in_ring(count, 4)
+
+
+def test_what_is_skipped_changes_nothing_forward_or_backward():
+    def compare():
+        for name in ("alibi", "cable", "sandwich"):
+            subject = Subject(name, length=640, train_length=640, batch=1)
+            layer, x = subject.layer(), subject.tokens()
+            with torch.no_grad():
+                for parameter in layer.encoding.parameters():
+                    parameter.mul_(4)
+            layout = lw.layout(640)
+            skipped = together(layer, x, layout)
+            with lw.skipping(False):
+                whole = together(layer, x, layout)
+            for result, value in whole.items():
+                assert_near(skipped[result], value, f"{name}: {result}")
+
+    in_ring(compare, 2)
+
+
+def test_the_loss_of_a_model_and_its_gradients_are_those_of_one_process():
+    config = LengthwiseConfig.preset(
+        "nano", layers="cable,kerple:16,rope+fox", n_layer=3, n_head=3, n_embd=24, vocab_size=64, n_positions=64
+    )
+    torch.manual_seed(0)
+    model = LengthwiseForCausalLM(config).train()
+    ids = torch.randint(64, (2, 45), generator=seeded())
+    positions = torch.cat([torch.arange(20), torch.arange(25)])[None].expand(2, -1)
+
+    def compare():
+        for own in (None, positions):
+            model.zero_grad()
+            loss = ring_loss(model, ids, position_ids=own)
+            loss.backward()
+            every = {name: p.grad for name, p in model.named_parameters()}
+            for tensor in (total := loss.detach().clone(), *every.values()):
+                dist.all_reduce(tensor)
+            with torch.no_grad():
+                tokens = ring_loss(model, ids, position_ids=own, reduction="none")
+            twin = copy.deepcopy(model)
+            twin.zero_grad()
+            whole = twin.loss(ids, ids, position_ids=own, reduction="sum")
+            whole.backward()
+            assert_near(total, whole, "loss")
+            with torch.no_grad():
+                assert_near(tokens, twin.loss(ids, ids, position_ids=own, reduction="none"), "losses of tokens")
+            for name, parameter in twin.named_parameters():
+                assert_near(every[name], parameter.grad, name)
+
+    in_ring(compare, 2)
+
+
+def test_chunks_are_a_part_of_the_sequence_each_and_balanced():
+    for length, size in ((8, 4), (37, 2), (1000, 7)):
+        chunks = zigzag(length, size)
+        assert [c.first for c in chunks] == [0, *itertools.accumulate(c.count for c in chunks)][:-1]
+        work = [sum(c.count * (c.first + c.stop) / 2 for c in chunks if c.owner == rank) for rank in range(size)]
+        assert max(work) - min(work) <= 3 * length
+
+
+def refuses(call, kind, *words):
+    with pytest.raises(kind) as error:
+        call()
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_what_cannot_be_spread_is_refused():
+    def refused():
+        refuses(lambda: spread(lw.layout(3)), ValueError, "a sequence of 4 tokens or more", "got 3")
+        refuses(lambda: spread(lw.layout(3, past=9)), ValueError, "one pass over all tokens, got 3 queries and 12 keys")
+        masked = lw.TokenLayout.of(torch.arange(8), mask=torch.ones(1, 1, 8, 8, dtype=torch.bool))
+        refuses(lambda: spread(masked), NotImplementedError, "explicit mask")
+        refuses(lambda: spread(12), TypeError, "layout must be a TokenLayout, got 12")
+        part = spread(lw.layout(8))
+        refuses(lambda: spread(part), ValueError, "spread already")
+        q = torch.ones(1, 1, 4, 2)
+        refuses(lambda: ring_attend(q, q, q, layout=lw.layout(4)), ValueError, "one of a single process")
+        refuses(lambda: lw.explain(q, q, q, layout=part), ValueError, "not explained")
+        whole = torch.ones(1, 1, 8, 2)
+        refuses(lambda: lw.attend(whole, whole, whole, layout=part), ValueError, "this process's 4 tokens, got 8")
+        dense = lw.DenseBias(torch.zeros(1, 1, 4, 4))
+        refuses(lambda: lw.attend(q, q, q, layout=part, bias=dense), NotImplementedError, "DenseBias", "describe it")
+        other = lw.make("alibi", heads=1, width=2).bias(q[0], lw.layout(8))
+        refuses(lambda: lw.attend(q, q, q, layout=part, bias=other), ValueError, "make it of this layout")
+        rescore = lw.make("dape", heads=1, width=2).rescore(q[:, 0], part)
+        refuses(lambda: lw.attend(q, q, q, layout=part, rescore=rescore), NotImplementedError, "cannot rescore")
+        config = LengthwiseConfig.preset("nano", encoding="kerple+dapev2", n_layer=1, n_head=2, n_embd=8, vocab_size=64)
+        model = LengthwiseForCausalLM(config)
+        refuses(lambda: ring_loss(model, torch.zeros(1, 8).long()), NotImplementedError, "'dapev2' replaces the scores")
+        refuses(lambda: ring_loss(model, torch.zeros(1, 8).long(), reduction="mean"), ValueError, "'sum' or 'none'")
+
+    in_ring(refused, 2)
+    refuses(lambda: spread(lw.layout(8)), RuntimeError, "a process group must be there", "torchrun")
