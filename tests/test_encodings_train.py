@@ -5,6 +5,7 @@ import torch
 
 import lengthwise as lw
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
+from lengthwise.train import TrainConfig, train
 
 OPTIONS = [
     ("alibi", {"learned": True}),
@@ -38,3 +39,12 @@ def test_an_encoding_trains(name, options):
     assert losses[-1] < 0.8 * losses[0], losses
     still = [key for key, value in model.state_dict().items() if torch.equal(value, before[key])]
     assert not still, f"these did not move: {still}"
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("name", lw.ENCODINGS)
+def test_an_encoding_trains_in_the_setting_of_the_default_study(name, tmp_path):
+    run = train(TrainConfig(encoding=name, steps=50, evaluate_tokens=128, out=str(tmp_path / name)))
+    losses = [line["loss"] for line in run.metrics]
+    assert len(losses) == 50
+    assert sum(losses[-5:]) / 5 < 0.8 * losses[0], losses
