@@ -12,6 +12,7 @@ of 80,000 characters on average) GPL-2 or later; Gemma 3 has terms of use of its
 import argparse
 import hashlib
 import html
+import itertools
 import json
 import re
 import shutil
@@ -27,6 +28,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 
 DOCS = Path(__file__).parent
 
@@ -270,23 +272,69 @@ def fetch_text(folder: Path) -> None:
 
 
 PICTURES = {
-    "real-smollm2-scores.png": ("SmolLM2-135M-Instruct", ["--layer", "16", "--quantity", "scores", "--length", "256"]),
-    "real-smollm2-profile.png": ("SmolLM2-135M-Instruct", ["--layer", "16", "--quantity", "profile"]),
+    "real-smollm2-weights.png": (
+        "SmolLM2-135M-Instruct",
+        ["--layer", "16", "--quantity", "weights", "--length", "256"],
+    ),
+    "real-smollm2-profile.png": (
+        "SmolLM2-135M-Instruct",
+        ["--layer", "16", "--quantity", "profile", "--length", "512"],
+    ),
     "real-gemma3-window.png": ("gemma-3-270m", ["--layer", "5", "--quantity", "weights", "--length", "1024"]),
     "real-gemma3-full.png": ("gemma-3-270m", ["--layer", "6", "--quantity", "weights", "--length", "1024"]),
     "real-mpnet-bias.png": ("all-mpnet-base-v2", ["--layer", "1", "--quantity", "bias", "--length", "256"]),
 }
 """File names in docs/, the checkpoint, and the options of `lengthwise show`."""
 
+SHARES = {"real-smollm2-heads.png": "SmolLM2-135M-Instruct", "real-gemma3-heads.png": "gemma-3-270m"}
+"""File names in docs/, and the checkpoints of which every head is drawn as two numbers."""
+NEAREST, SKIPPED, READ = 16, 64, 512
+"""Keys that are near, queries that see too few keys to count, and the tokens that are read."""
 
-def draw(folder: Path) -> None:
-    """The pictures of docs/real_models.md."""
+PAGE = 30
+"""The page of the book that the models read, from its beginning."""
+
+
+@torch.no_grad()
+def head_shares(checkpoint: Path, page: str) -> Figure:
+    """Every head of every layer: how much of its weight lies on the first token, and on the nearest ones."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from lengthwise.views.heat_map import HeatMap, heat_maps_figure
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
+    ids = AutoTokenizer.from_pretrained(checkpoint)(page, return_tensors="pt").input_ids[:, :READ]
+    layers = [weights[0, :, SKIPPED:] for weights in model(ids, output_attentions=True, use_cache=False).attentions]
+    place = torch.arange(ids.shape[1])
+    near = (place[SKIPPED:, None] - place < NEAREST).float()
+    parts = {
+        "first token": [weights[..., 0].mean(-1).tolist() for weights in layers],
+        f"nearest {NEAREST} tokens": [(weights * near).sum(-1).mean(-1).tolist() for weights in layers],
+    }
+    heads, depth = layers[0].shape[0], len(layers)
+    columns, rows = [str(head + 1) for head in range(heads)], [str(layer + 1) for layer in range(depth)]
+    return heat_maps_figure(
+        [HeatMap(f"on the {part}", columns, rows, values) for part, values in parts.items()],
+        title=f"{checkpoint.name}: where the weight of every head lies, {ids.shape[1]} tokens",
+        across="head",
+        up="layer",
+    )
+
+
+def draw(folder: Path, names: list[str]) -> None:
+    """The pictures of docs/real_models.md, or those of some checkpoints; on the book, which `text` fetches."""
     from lengthwise.cli import main
-    from lengthwise.views.style import in_few_colours
+    from lengthwise.views.style import in_few_colours, png
 
+    with (folder / "book.jsonl").open() as lines:
+        page = json.loads(next(itertools.islice(lines, PAGE, None)))["text"]
     for file, (name, options) in PICTURES.items():
-        main(["show", str(folder / name), *options, "--force", "--out", str(DOCS / file)])
-        (DOCS / file).write_bytes(in_few_colours((DOCS / file).read_bytes()))
+        if not names or name in names:
+            main(["show", str(folder / name), *options, "--text", page[:8000], "--force", "--out", str(DOCS / file)])
+            (DOCS / file).write_bytes(in_few_colours((DOCS / file).read_bytes()))
+    for file, name in SHARES.items():
+        if not names or name in names:
+            (DOCS / file).write_bytes(in_few_colours(png(head_shares(folder / name, page[:8000]))))
 
 
 def run() -> None:
@@ -302,7 +350,7 @@ def run() -> None:
     elif options.command == "text":
         fetch_text(options.folder)
     else:
-        draw(options.folder)
+        draw(options.folder, options.names)
 
 
 if __name__ == "__main__":
