@@ -23,7 +23,7 @@ import lengthwise as lw
 
 V = 4096
 T5 = {"vocab_size": V, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_heads": 8, "num_layers": 6, "dropout_rate": 0.0}
-T5 |= {"num_decoder_layers": 6, "feed_forward_proj": "gated-gelu", "use_cache": True}
+T5 |= {"num_decoder_layers": 6, "feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0}
 FALCON = {"vocab_size": V, "hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "alibi": True}
 FALCON |= {"multi_query": False, "new_decoder_architecture": False}
 MPNET = {"vocab_size": V, "hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8}

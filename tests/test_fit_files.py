@@ -1,8 +1,10 @@
 """A fitted model in files: whole, as an adapter, through Trainer and PEFT, and never silently the model it was."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -99,6 +101,13 @@ def test_an_adapter_goes_into_the_model_it_was_made_for_and_into_no_other(tmp_pa
     assert not any("lengthwise" in name for name in base.state_dict())
 
 
+def test_the_blocks_of_the_page_run_in_order():
+    scope: dict[str, object] = {}
+    page = (Path(__file__).parents[1] / "docs/any_model.md").read_text()
+    for block in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
+        exec(compile(block, "any_model.md", "exec"), scope)
+
+
 def test_a_folder_that_is_none_is_refused(tmp_path):
     for arguments in ((tmp_path / "none",), (tmp_path, make_model("llama"))):
         with pytest.raises(ValueError, match="expected"):
@@ -131,7 +140,6 @@ def test_the_trainer_trains_saves_and_goes_on(tmp_path):
 def test_lora_beside_it_trains_saves_and_merges(tmp_path):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lengthwise"], init_lora_weights=False)
-    base = fitted()
     adapted = peft.get_peft_model(lw.fit(make_model("llama", torch.float32), "cable"), config)
     learning = {name for name, p in adapted.named_parameters() if p.requires_grad}
     assert any("lengthwise" in name for name in learning)
@@ -146,4 +154,3 @@ def test_lora_beside_it_trains_saves_and_merges(tmp_path):
     again = peft.PeftModel.from_pretrained(lw.fit(make_model("llama", torch.float32), "cable"), tmp_path)
     assert_close(again(tokens()).logits, trained, 1e-6)
     assert_close(again.merge_and_unload()(tokens()).logits, trained, 1e-5)
-    assert base is not None

@@ -22,11 +22,12 @@ from transformers import PreTrainedModel
 
 from lengthwise.encodings import Encoding
 from lengthwise.encodings.registry import build, find
+from lengthwise.encodings.rope import Rope
 from lengthwise.errors import OptionError, check_choice, check_flag, describe
 from lengthwise.model.attention import Output
 from lengthwise.model.families.base import position_table
 from lengthwise.model.families.layers import AttentionLayer, attention_layers
-from lengthwise.model.families.swap import LayerCall, Placed, Swap, current_layout, swap_attention
+from lengthwise.model.families.swap import LayerCall, Placed, Swap, Waves, current_layout, swap_attention
 from lengthwise.model.fit_files import mark_config, width_name
 from lengthwise.model.schedule import LayerSpec, parse_layer, parse_layers, split_embedding
 from lengthwise.token_layout import TokenLayout, Window, layout
@@ -43,9 +44,11 @@ Dropout = Literal["refuse", "leave out"]
 class FittedEncoding(nn.Module):
     """The encoding of one attention layer, or the one that acts as tokens enter."""
 
-    def __init__(self, encoding: Encoding, *, window: Window | None = None, spread: int = 1) -> None:
+    def __init__(
+        self, encoding: Encoding, *, window: Window | None = None, spread: int = 1, by_module: str | None = None
+    ) -> None:
         super().__init__()
-        self.encoding, self.window, self.spread = encoding, window, spread
+        self.encoding, self.window, self.spread, self.by_module = encoding, window, spread, by_module
 
 
 @dataclass(eq=False)
@@ -79,7 +82,7 @@ class Fit:
         model, table = self.model, position_table(self.model)
         self.learning = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         run = RUNS[self.entry["attention_dropout"]]
-        self.swap = swap_attention(model, dict.fromkeys(self.encodings, run))
+        self.swap = swap_attention(model, dict.fromkeys(self.encodings, run), angles=rope_angles)
         owner: Any = self.swap.owner
         owner._lengthwise_fit = self
         model.__dict__["save_pretrained"] = self.save_pretrained
@@ -198,9 +201,9 @@ def encoded_attention(call: LayerCall) -> Output:
     own_qk = encoding.own_qk("bias", q, k)
     # As in the model of this package: keys are cached as they meet queries, unless that changes as the sequence grows.
     rotates, late = encoding.overrides("rotate"), encoding.rotates_late
-    if rotates and not late:
+    if rotates and not late and not call.turned:
         k, v = _spread(k, held.spread), _spread(v, held.spread)
-        q, k = encoding.rotate(q, k, layout.new_tokens())
+        q, k = encoding.rotate(q, k, call.new_tokens)
     k, v, state = call.remember(k, v, state)
     if rotates and late:
         k, v = _spread(k, held.spread), _spread(v, held.spread)
@@ -215,6 +218,27 @@ def encoded_attention(call: LayerCall) -> Output:
         logit_scale=encoding.logit_scale(x, layout, **({} if window is None else {"window": window})),
         sink=_joined(call.sink, encoding.sink(x)),
     )
+
+
+def rope_angles(module: Any, placed: Placed, own: Waves) -> Waves | None:
+    """The angles of a layer's `rope`, where the module itself can turn by them: once a pass for all layers alike."""
+    held: Any = getattr(module, CHILD)
+    cos, _ = own
+    # In half precision a module would round its angles, which `rope` does not.
+    if held.by_module is None or cos.dtype not in (torch.float32, torch.float64):
+        return None
+    rope: Rope = held.encoding
+
+    def waves() -> Waves | None:
+        query = placed.layout.query
+        new = tuple(x[:, 0].to(cos.dtype) for x in rope.waves(query, query))
+        pairs = new[0].shape[-1]
+        if cos.shape[-1] == 2 * pairs:
+            return torch.cat([new[0], new[0]], -1), torch.cat([new[1], new[1]], -1)
+        return (new[0], new[1]) if cos.shape[-1] == pairs else None
+
+    angles: Waves | None = placed.once((held.by_module, cos.shape), waves)
+    return angles
 
 
 def _without_dropout(call: LayerCall) -> Output:
@@ -354,7 +378,12 @@ def _fitted(layer: AttentionLayer, spec: LayerSpec) -> FittedEncoding:
     place = next(layer.module.parameters())
     groups = layer.shape.heads // layer.kv_heads
     spread = groups if groups > 1 and _turns_by_head(encoding, layer) else 1
-    return FittedEncoding(encoding, window=spec.window, spread=spread).to(place.device)
+    alike = layer.options is not None and "layout" not in layer.options
+    by_module = None
+    if alike and type(encoding) is Rope and encoding.layout == "half" and not encoding.rotates_late:
+        by_module = repr((encoding.scaling, encoding.resonance))
+    held = FittedEncoding(encoding, window=spec.window, spread=spread, by_module=by_module)
+    return held.to(place.device)
 
 
 def _built(spec: LayerSpec, layer: AttentionLayer, width: int) -> Encoding:

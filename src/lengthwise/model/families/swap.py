@@ -19,7 +19,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -43,6 +43,10 @@ CACHES = ("past_key_values", "layer_past")
 Run = Callable[["LayerCall"], Output]
 """What is computed in the place of a layer's attention."""
 
+Waves = tuple[Tensor, Tensor]
+Angles = Callable[[Any, "Placed", Waves], Waves | None]
+"""Cosine and sine by which a module is to turn, laid out as its own; None for no rotation."""
+
 
 @dataclass(frozen=True, eq=False)
 class Placed:
@@ -54,6 +58,16 @@ class Placed:
     """What an explicit mask of numbers adds."""
     weights: bool = False
     """Whether the caller wants the weights of attention."""
+    memo: dict[Any, Any] = field(default_factory=dict)
+    """What layers of this pass need not compute again; not in compiled graphs."""
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` makes, once a pass for every key."""
+        if torch.compiler.is_compiling():
+            return make()
+        if key not in self.memo:
+            self.memo[key] = make()
+        return self.memo[key]
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,9 +84,8 @@ class LayerCall:
     """What enters the attention module: (batch, token, width)."""
     layout: TokenLayout
     """Of all keys that this layer has after `remember`."""
-    window: Window | None
-    added: Bias | None
-    weights: bool
+    placed: Placed
+    """What all layers of the pass have in common."""
     cache: "NewTokens | None"
     q: Tensor
     k: Tensor
@@ -81,6 +94,8 @@ class LayerCall:
     softcap: float | None = None
     sink: Tensor | None = None
     dropout: float = 0.0
+    turned: bool = False
+    """Whether the module has turned queries and keys by the angles that it was given in the place of its own."""
 
     def remember(self, k: Tensor, v: Tensor, state: State | None = None) -> tuple[Tensor, Tensor, State | None]:
         """Cache new tokens; keys, values and state of all that there are."""
@@ -92,6 +107,27 @@ class LayerCall:
             k, v = k[:, :, :count], v[:, :, :count]
             state = state and {name: numbers[:, :, :count] for name, numbers in state.items()}
         return k, v, state
+
+    @property
+    def window(self) -> Window | None:
+        """How far the layer sees by itself."""
+        return self.placed.window
+
+    @property
+    def added(self) -> Bias | None:
+        """What an explicit mask of numbers adds."""
+        return self.placed.added
+
+    @property
+    def weights(self) -> bool:
+        """Whether the caller wants the weights of attention."""
+        return self.placed.weights
+
+    @property
+    def new_tokens(self) -> TokenLayout:
+        """The layout of the new tokens alone."""
+        layout: TokenLayout = self.placed.once("new", self.placed.layout.new_tokens)
+        return layout
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Output:
         """`lw.attend` of all keys with the layer's own scale, window, softcap and sink, unless other ones are given."""
@@ -107,6 +143,10 @@ class LayerCall:
         if observer is not None:
             observer(self, q, k, v, out, options)
         return out, weights
+
+
+def no_angles(module: Any, placed: Placed, own: Waves) -> None:
+    """No rotation by the module."""
 
 
 def as_before(call: LayerCall) -> Output:
@@ -174,7 +214,9 @@ def current_layout() -> TokenLayout | None:
 class Swap:
     """A model's attention with functions of ours in some layers; `undo` leaves the model as it was."""
 
-    def __init__(self, model: PreTrainedModel, runs: Mapping[int, Run], *, rotated: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, runs: Mapping[int, Run], *, rotated: bool = False, angles: Angles = no_angles
+    ) -> None:
         self.model = model
         modules = attention_modules(model)
         self.owner = owner_of(model, modules)
@@ -193,7 +235,8 @@ class Swap:
             self.owner.register_forward_hook(self.leave, always_call=True),
         ]
         for number, module in enumerate(modules.values()):
-            hook = _LayerHook(module, number, runs.get(number, as_before), rotated=rotated or number not in runs)
+            own = rotated or number not in runs
+            hook = _LayerHook(module, number, runs.get(number, as_before), None if own else angles)
             self.handles.append(module.register_forward_pre_hook(hook.before, with_kwargs=True))
         self.implementations = set_implementation(model, SWAPPED)
         self.owner._lengthwise_swap = self  # type: ignore[assignment]
@@ -258,9 +301,9 @@ class Swap:
 class _LayerHook:
     """What happens before one attention module."""
 
-    def __init__(self, module: nn.Module, number: int, run: Run, *, rotated: bool) -> None:
+    def __init__(self, module: nn.Module, number: int, run: Run, angles: Angles | None) -> None:
         self.names = tuple(inspect.signature(module.forward).parameters)
-        self.number, self.run, self.rotated = number, run, rotated
+        self.number, self.run, self.angles = number, run, angles
 
     def before(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -279,21 +322,25 @@ class _LayerHook:
                 f"{type(module).__name__} must be given the mask that its model makes, got "
                 f"{type(placed).__name__}; a mask of its own cannot be told from positions"
             )
-        layout, added = placed.layout, placed.added
+        layout = placed.layout
         cache = None
         for name in CACHES:
             if given.get(name) is not None:
                 layout = cached_layout(given[name], getattr(module, "layer_idx", self.number), layout, placed.window)
                 cache = given[name] = NewTokens(given[name])
-        if added is not None and layout is not placed.layout:
+        if placed.added is not None and layout is not placed.layout:
             raise NotImplementedError("an explicit mask of numbers needs a cache that keeps all keys")
-        angles = given.get("position_embeddings")
-        if angles is not None and not self.rotated:
-            cos, sin = angles
-            given["position_embeddings"] = (torch.ones_like(cos), torch.zeros_like(sin))
+        own, turned = given.get("position_embeddings"), False
+        if own is not None and self.angles is not None:
+            # Who observes wants queries and keys before and after.
+            seen = not torch.compiler.is_compiling() and _observer.get() is not None
+            angles = None if seen else self.angles(module, placed, own)
+            turned = angles is not None
+            flat = angles or placed.once(own[0].shape, lambda: (torch.ones_like(own[0]), torch.zeros_like(own[1])))
+            given["position_embeddings"] = flat
         given["attention_mask"] = None
-        known = {"number": self.number, "x": given["hidden_states"], "layout": layout, "cache": cache, "added": added}
-        given["lengthwise"] = self.run, known | {"window": placed.window, "weights": placed.weights}
+        known = {"number": self.number, "x": given["hidden_states"], "layout": layout, "placed": placed}
+        given["lengthwise"] = self.run, known | {"cache": cache, "turned": turned}
         return (), given
 
 
@@ -369,12 +416,15 @@ def _cached_windows(config: Any, count: int) -> list[int | None]:
     return [sizes.get(kind) for kind in kinds]
 
 
-def swap_attention(model: PreTrainedModel, runs: Mapping[int, Run], *, rotated: bool = False) -> Swap:
+def swap_attention(
+    model: PreTrainedModel, runs: Mapping[int, Run], *, rotated: bool = False, angles: Angles = no_angles
+) -> Swap:
     """Put functions of ours in the place of the attention of some layers, by number.
 
-    Layers without one compute what they did, and keep their own rotation; with `rotated` all layers keep it.
+    Layers without one compute what they did, and keep their own rotation; with `rotated` all layers keep it. `angles`
+    can give the others some to turn by, where that is what an encoding wants.
     """
-    return Swap(model, runs, rotated=rotated)
+    return Swap(model, runs, rotated=rotated, angles=angles)
 
 
 def swap_of(model: nn.Module) -> Swap | None:
