@@ -56,6 +56,13 @@ def test_a_proof_shows_what_is_wrong(monkeypatch):
     monkeypatch.setattr(BACKENDS["sdpa"], "run", restless)
     assert laws("sdpa").startswith("bits")
 
+    def not_finite(call, plan):
+        out, lse = plain(call, plan)
+        return out / 0, lse
+
+    monkeypatch.setattr(BACKENDS["sdpa"], "run", not_finite)
+    assert laws("sdpa").startswith("NOT FINITE")
+
     def broken(call, plan):
         raise RuntimeError("no kernel image")
 

@@ -8,6 +8,7 @@ are kept in docs/gpu/.
 
 import gc
 import hashlib
+import math
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -192,14 +193,16 @@ def _verdict(
         except torch.OutOfMemoryError:
             return "out of memory"
         except Exception as error:
-            reasons[f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"] = None
+            reasons[f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"] = None
             return "FAILED"
-        if not same:
-            return "bits"
         for name, truth in exact.items():
             size = float(truth.norm())
-            error = float((ours[name].double() - truth).norm())
-            worst = max(worst, error / size if size else error)
+            off = float((ours[name].double() - truth).norm())
+            if not math.isfinite(off):
+                return "NOT FINITE"
+            worst = max(worst, off / size if size else off)
+        if not same:
+            return "bits"
     return f"{worst:.0e}" if worst <= ALLOWED[dtype] else f"WRONG {worst:.0e}"
 
 
@@ -339,8 +342,8 @@ def _timed(
     if rounds:
         share = getattr(BACKENDS.get(name), "skipped_share", None)
         skipped = f"{share(idle):.0%}" if share is not None else ""
-        memory = f"{peak / 1e6:,.0f}" if where.type == "cuda" else ""
-        yield f"| {length:,} | {bias} | {name} | {' | '.join(cells)} | {rounds} | {memory} | {skipped} |"
+        megabytes = f"{peak / 1e6:,.0f}" if where.type == "cuda" else ""
+        yield f"| {length:,} | {bias} | {name} | {' | '.join(cells)} | {rounds} | {megabytes} | {skipped} |"
 
 
 def _measured(step: Step, where: torch.device, seconds: float) -> tuple[list[float], float]:
