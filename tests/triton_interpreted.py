@@ -171,8 +171,9 @@ def test_what_it_cannot_take_is_refused_in_words(options, words):
 
 # Every two of kind, mask, length, queries, extras, precision and width.
 
-CASES = [case for n, case in enumerate(pairwise()) if n % 8 == 0 and case.length < 131]
-"""Where time is short, some; behind prove all pairs, and many more."""
+LIGHT = ("none", "table", "levels", "tables and levels")
+CASES = [case for case in pairwise()[::3] if case.length < 131 and case.bias in LIGHT]
+"""Where time is short, some that take about a second; behind prove all pairs, and many more."""
 if turn := os.environ.get("LENGTHWISE_TRITON_PRODUCT"):
     part, parts = map(int, turn.split())
     CASES = [case for n, case in enumerate([*pairwise(), *products()]) if n % parts == part]
@@ -272,18 +273,18 @@ STEEP: list[tuple[str, dict[str, Any], float]] = [
     ("levels", {}, 0.15),
     ("table", {}, 0.15),
 ]
-CHANGES = ["a long value", "a strong gradient", "a long key", "not a number", "a factor of 0"]
-"""The first two of either are enough where time is short."""
+CHANGES = ["a strong gradient", "a long value", "a long key", "not a number", "a factor of 0"]
+"""The first of either is enough where time is short."""
 
 
 @pytest.mark.usefixtures("skips_short")
-@pytest.mark.parametrize(("kind", "options", "least"), STEEP if turn else STEEP[:2])
+@pytest.mark.parametrize(("kind", "options", "least"), STEEP if turn else STEEP[:1])
 def test_skipping_changes_nothing(kind, options, least):
     assert_skipping_changes_nothing(steep(kind=kind, **options), least)
 
 
 @pytest.mark.usefixtures("skips_short")
-@pytest.mark.parametrize("change", CHANGES if turn else CHANGES[:2])
+@pytest.mark.parametrize("change", CHANGES if turn else CHANGES[:1])
 def test_skipping_keeps_what_may_matter(change, monkeypatch):
     call = steep(kind="levels", logit_scale=FACTORS.clone())
     if change == "a long key":
