@@ -18,8 +18,9 @@ TESTS = Path(__file__).parent
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
-def run_pytest(file: str, **environment: str) -> None:
-    own = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])} | environment
+def run_pytest(file: str, first: str = "", **environment: str) -> None:
+    paths = [*filter(None, [first]), str(TESTS), *sys.path]
+    own = os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | environment
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / file)]
     done = subprocess.run(command, env=own, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
@@ -33,9 +34,12 @@ def test_the_interpreted_kernels_agree_with_the_definition():
 @needs_triton
 @pytest.mark.prove
 @pytest.mark.parametrize("chunk", range(20))
-def test_the_interpreted_kernels_agree_in_a_thousand_calls(chunk):
-    seeds = f"{40 + 50 * chunk} {90 + 50 * chunk}"
-    run_pytest("triton_interpreted.py", TRITON_INTERPRET="1", LENGTHWISE_TRITON_SEEDS=seeds)
+def test_the_interpreted_kernels_agree_in_a_thousand_random_calls_and_in_the_whole_product(chunk):
+    more = {
+        "LENGTHWISE_TRITON_SEEDS": f"{14 + 50 * chunk} {64 + 50 * chunk}",
+        "LENGTHWISE_TRITON_PRODUCT": f"{chunk} 20",
+    }
+    run_pytest("triton_interpreted.py", TRITON_INTERPRET="1", **more)
 
 
 @needs_triton
@@ -54,3 +58,12 @@ def test_tensors_on_the_cpu_are_refused_in_words():
     q = torch.zeros(1, 1, 3, 16)
     with pytest.raises(NotImplementedError, match="for GPUs, got tensors on cpu"):
         lw.attend(q, q, q, backend="triton")
+
+
+@needs_triton
+@pytest.mark.prove
+def test_the_newest_triton_compiles_the_kernels(tmp_path):
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path), "triton"]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("the newest Triton cannot be downloaded here")
+    run_pytest("triton_compiled.py", first=str(tmp_path), TRITON_INTERPRET="0")

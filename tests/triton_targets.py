@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 
 import lengthwise as lw
 from lengthwise.attention import checked_call
-from lengthwise.attention.triton import TritonPlan, passes, plan, tiles
+from lengthwise.attention.triton import TritonPlan, bounds, passes, plan, tiles
 
 TYPES = {
     torch.float32: "*fp32",
@@ -68,8 +68,11 @@ def launches_of(call: Any, capability: tuple[int, int]) -> list[tuple[Any, tuple
     """Every kernel that a call launches, forward and backward, with its arguments."""
     launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     plain = {name: getattr(passes, name) for name in (*KERNELS, "tile_for")}
+    bounding, shortest = bounds.bounds_kernel, bounds.SHORTEST
     for name in KERNELS:
         setattr(passes, name, Recorder(plain[name], launches))
+    # As it is at lengths that skip.
+    bounds.bounds_kernel, bounds.SHORTEST = Recorder(bounding, launches), 0
     passes.tile_for = lambda *sort: tiles.tile_for(*sort[:-1], capability)
     try:
         os.environ["TRITON_INTERPRET"] = "1"  # a plan refuses the CPU otherwise
@@ -80,6 +83,7 @@ def launches_of(call: Any, capability: tuple[int, int]) -> list[tuple[Any, tuple
         passes.backward(call, own.notes, torch.zeros_like(out), torch.zeros_like(lse), out, lse)
     finally:
         os.environ["TRITON_INTERPRET"] = "0"
+        bounds.bounds_kernel, bounds.SHORTEST = bounding, shortest
         for name, x in plain.items():
             setattr(passes, name, x)
     return launches
@@ -177,7 +181,11 @@ KINDS = ("none", "table", "level", "log level", "line", "profile", "table and le
 def needs(kind: str, capability: tuple[int, int], **options: Any) -> Iterator[Needs]:
     """Of every kernel that a call of a kind launches."""
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
-    for kernel, args, named in launches_of(call_of(kind, **options), capability):
+    # A call may launch a kernel twice.
+    launches = {
+        f"{launch[0].__name__} {launch[2]}": launch for launch in launches_of(call_of(kind, **options), capability)
+    }
+    for kernel, args, named in launches.values():
         yield needs_of(compiled(kernel, args, dict(named), target), kernel.__name__)
 
 

@@ -110,8 +110,26 @@ def encodings(name: str | None, all: bool) -> str:
     return table() if all else grouped()
 
 
-def info() -> str:
-    """The backends that work on this machine."""
+def info_parser() -> OptionParser:
+    """The options of `lengthwise info`."""
+    parser = OptionParser()
+    parser.add_argument(
+        "--prove", action="store_true", help="laws, times and memory on a device, to paste into an issue"
+    )
+    parser.add_argument("--device", type=str, help="with --prove: cpu, the default, cuda or cuda:1")
+    parser.add_argument("--quick", action="store_true", help="with --prove: short lengths, in seconds")
+    return parser
+
+
+def info(prove: bool, device: str | None, quick: bool) -> str:
+    """The backends that work on this machine, or a proof on one of its devices."""
+    if prove:
+        from lengthwise.attention.prove import report as proof
+
+        return proof(device or "cpu", quick)
+    for name, chosen in (("device", device), ("quick", quick)):
+        if chosen:
+            raise ValueError(f"--{name} must be with --prove")
     from lengthwise.attention.info import report
 
     return report()
@@ -327,7 +345,7 @@ def study(plan: bool, watch: bool, **options: Any) -> str:
 
 COMMANDS = {
     "encodings": Command("the catalogue of encodings, or the page of one", encodings_parser, encodings),
-    "info": Command("which attention backends work here, and why others do not", OptionParser, info),
+    "info": Command("which attention backends work here, and why others do not; --prove measures", info_parser, info),
     "export": Command("a checkpoint as a folder that loads without Lengthwise", export_parser, export),
     "show": Command("a picture or a page of the positional part of every head", show_parser, show),
     "serve": Command("the interactive page over runs and checkpoints", serve_parser, serve),

@@ -167,23 +167,31 @@ def choose(call: AttentionCall, backend: str = "auto") -> tuple[str, Plan]:
 
 
 def preference(call: AttentionCall) -> tuple[str, ...]:
-    """The order in which "auto" asks the backends, by what benchmarks/attention.py measured on a CPU.
+    """The order in which "auto" asks the backends: the first that takes the call gets it.
 
-    | call                                      | first                                                     |
-    |-------------------------------------------|-----------------------------------------------------------|
-    | a few queries, no gradients (decoding)    | native, which reads the cache once and where it lies      |
-    | nothing but causality and q.k             | native in float32, else sdpa                              |
-    | a device other than the CPU (untested)    | sdpa without a bias, else flex, which compiles it         |
-    | everything else                           | native where it can, then row_block                       |
+    | where   | call                                    | order                                                      |
+    |---------|-----------------------------------------|------------------------------------------------------------|
+    | CPU     | a few queries, no gradients (decoding)  | native, which reads the cache once, row_block, sdpa        |
+    | CPU     | nothing but causality and q.k           | native in float32, sdpa                                    |
+    | CPU     | everything else                         | native, row_block, reference, sdpa                         |
+    | devices | nothing but causality and q.k           | sdpa, triton, flex, row_block, reference                   |
+    | devices | everything else                         | triton, flex, row_block, reference                         |
+
+    On a CPU that is what benchmarks/attention.py measured. On CUDA triton comes first, since its gradients have the
+    same bits in every run and flex's have not; it takes the kinds of calls that have proved themselves on that card.
     """
     on_cpu = call.q.device.type == "cpu"
     if call.is_decoding and on_cpu:
         return ("native", "row_block", "sdpa", "reference")
-    if call.is_bare and not call.return_lse and sdpa.is_fused(call):
-        return ("native", "sdpa", *BACKENDS) if call.dtype == torch.float32 and on_cpu else ("sdpa", *BACKENDS)
+    is_plain = call.is_bare and not call.return_lse and sdpa.is_fused(call)
     if not on_cpu:
-        return ("flex", *BACKENDS)
+        return ("sdpa", *ON_DEVICES) if is_plain else ON_DEVICES
+    if is_plain:
+        return ("native", "sdpa", *BACKENDS) if call.dtype == torch.float32 else ("sdpa", *BACKENDS)
     return ("native", "row_block", "reference", "sdpa")
+
+
+ON_DEVICES = ("triton", "flex", "row_block", "reference")
 
 
 def _refusal(call: AttentionCall, refusals: dict[str, Refusal]) -> str:

@@ -140,6 +140,17 @@ class AttentionCall:
         own = replace(layout, query=bias.query, key=bias.key, facts=None).with_facts()
         return None if own.facts is None else own.facts.offsets
 
+    @property
+    def sees_own_keys(self) -> bool:
+        """Whether every query is known to see the key in its own slot, unless that is padding, and no later one."""
+        start, bands = self.layout.start, self.visibility.bands
+        if isinstance(start, Tensor) or not self.visibility.is_causal:
+            return False
+        own = not bands or any(
+            band.nearest <= 0 and band.first is None and (band.farthest is None or band.farthest > 0) for band in bands
+        )
+        return own and self.queries > 0 and 0 <= start <= self.keys - self.queries
+
     def with_known_start(self) -> "AttentionCall":
         """The call with the slot of its first query as a number, which is read where it is a tensor."""
         layout = self.layout

@@ -73,6 +73,8 @@ def plan(call: AttentionCall) -> FlexPlan | Refusal:
         reasons.append("FlexAttention has no float64 kernel")
     if 0 in call.q.shape or 0 in call.v.shape:
         reasons.append("FlexAttention needs a query and a key")
+    if call.q.device.type == "meta":
+        reasons.append("FlexAttention has no kernel for tensors without numbers")
     if call.q.device.type == "cpu":
         if call.needs_grad:
             reasons.append("FlexAttention has no backward pass on the CPU")

@@ -22,12 +22,14 @@ from lengthwise.bias import (
     registered,
 )
 from lengthwise.rescore import ContextualPositions, HeadNetwork, ScoreFunction
+from lengthwise.token_layout import layout
 
 LENGTH, HEADS, DIM = 24, 2, 8
 
 COMPILED = (
     "Under torch.compile and torch.export row_block is one node of the graph; functions that are not registered are\n"
-    "the reference there. On devices other than the CPU nothing was tried."
+    "the reference there. On other devices the authors tried nothing: `lengthwise info --prove --device cuda` proves\n"
+    "and measures there."
 )
 
 
@@ -50,7 +52,7 @@ def try_backends() -> Iterator[Verdict]:
     """Every backend with every kind of call."""
     for kind, make_call in CALLS.items():
         for backend in BACKENDS:
-            yield Verdict(backend, kind, _fault(backend, make_call()))
+            yield Verdict(backend, kind, _fault(backend, make_call(LENGTH)))
 
 
 def report() -> str:
@@ -62,7 +64,8 @@ def report() -> str:
     lines.append(" " * width + "".join(f"  {backend:>10}" for backend in BACKENDS) + "  auto takes")
     for kind, make_call in CALLS.items():
         marks = ["yes" if v.fault is None else "no" for v in verdicts if v.kind == kind]
-        lines.append(kind.ljust(width) + "".join(f"  {mark:>10}" for mark in marks) + f"  {choose(make_call())[0]}")
+        taken = choose(make_call(LENGTH))[0]
+        lines.append(kind.ljust(width) + "".join(f"  {mark:>10}" for mark in marks) + f"  {taken}")
     reasons = dict.fromkeys((v.backend, v.fault) for v in verdicts if v.fault)
     lines += ["", *(f"{backend}: {fault}" for backend, fault in reasons), "", COMPILED]
     return "\n".join(lines)
@@ -93,20 +96,30 @@ def _devices() -> list[str]:
     return ["cpu"] + ([f"{accelerator.type} (untested)"] if accelerator else [])
 
 
-def _call(bias: Callable[[Tensor], Bias] | None = None, **options: object) -> AttentionCall:
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(3, 1, HEADS, LENGTH, DIM, generator=generator).requires_grad_()
-    positions = torch.arange(LENGTH)[None]
-    return checked_call(q, k, v, bias=bias and bias(positions), **options)  # type: ignore[arg-type]
+def _call(
+    length: int, bias: Callable[[Tensor], Bias] | None = None, causal: bool = True, **options: object
+) -> AttentionCall:
+    """On the default device."""
+    q, k, v = (x.requires_grad_() for x in _normal(0, 3, 1, HEADS, length, DIM))
+    where = layout(length, causal=causal, device=torch.get_default_device())
+    return checked_call(q, k, v, layout=where, bias=bias and bias(where.query), **options)  # type: ignore[arg-type]
+
+
+def _normal(seed: int, *shape: int) -> Tensor:
+    """The same numbers on every device."""
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return drawn.to(torch.get_default_device())
 
 
 def _table(positions: Tensor) -> DistanceBias:
-    table = torch.linspace(0, -2, HEADS * LENGTH).view(HEADS, LENGTH).requires_grad_()
+    length = positions.shape[1]
+    table = torch.linspace(0, -2, HEADS * length).view(HEADS, length).requires_grad_()
     return DistanceBias(table, positions, positions)
 
 
 def _profiles(positions: Tensor) -> QueryDistanceBias:
-    rows = torch.linspace(-1, 1, HEADS * LENGTH * 3).view(1, HEADS, LENGTH, 3).requires_grad_()
+    length = positions.shape[1]
+    rows = torch.linspace(-1, 1, HEADS * length * 3).view(1, HEADS, length, 3).requires_grad_()
     profiles = torch.linspace(1, -2, 3 * 9).view(1, 3, 9).requires_grad_()
     return QueryDistanceBias(rows, profiles, positions, positions)
 
@@ -117,9 +130,10 @@ def _levels(positions: Tensor) -> LevelBias:
 
 
 def _lines(positions: Tensor) -> LineBias:
-    curve = DistanceBias(torch.arange(LENGTH).float().log1p()[None], positions, positions)
+    length = positions.shape[1]
+    curve = DistanceBias(torch.arange(length).float().log1p()[None], positions, positions)
     slope, intercept = torch.tensor([[-1.0, -2.0]] * HEADS), torch.tensor([[0.0, 1.0]] * HEADS)
-    return LineBias(curve, torch.ones(1, LENGTH), torch.tensor([1.0]), slope.requires_grad_(), intercept)
+    return LineBias(curve, torch.ones(1, length), torch.tensor([1.0]), slope.requires_grad_(), intercept)
 
 
 def _function(positions: Tensor) -> FunctionBias:
@@ -127,7 +141,8 @@ def _function(positions: Tensor) -> FunctionBias:
 
 
 def _dense(positions: Tensor) -> DenseBias:
-    return DenseBias(torch.zeros(1, HEADS, LENGTH, LENGTH, requires_grad=True))
+    length = positions.shape[1]
+    return DenseBias(torch.zeros(1, HEADS, length, length, requires_grad=True))
 
 
 def _sum(positions: Tensor) -> SumBias:
@@ -141,27 +156,26 @@ def squashed(content: Tensor, bias: Tensor, q: Tensor, k: Tensor, mask: Tensor, 
 
 
 def _network() -> HeadNetwork:
-    generator = torch.Generator().manual_seed(1)
     shapes = (5, 2 * HEADS, 3), (5,), (HEADS, 5, 3), (HEADS,)
-    return HeadNetwork(*(0.3 * torch.randn(shape, generator=generator) for shape in shapes))
+    return HeadNetwork(*(0.3 * _normal(seed, *shape) for seed, shape in enumerate(shapes)))
 
 
-CALLS: dict[str, Callable[[], AttentionCall]] = {
+CALLS: dict[str, Callable[[int], AttentionCall]] = {
     "no bias": _call,
-    "DistanceBias": lambda: _call(_table),
-    "QueryDistanceBias": lambda: _call(_profiles),
-    "LevelBias": lambda: _call(_levels),
-    "LineBias": lambda: _call(_lines),
-    "FunctionBias": lambda: _call(_function),
-    "DenseBias": lambda: _call(_dense),
-    "SumBias": lambda: _call(_sum),
-    "HeadNetwork": lambda: _call(_table, rescore=_network()),
-    "ContextualPositions": lambda: _call(rescore=ContextualPositions(torch.ones(DIM, 9))),
-    "ScoreFunction": lambda: _call(rescore=ScoreFunction(squashed)),
-    "window": lambda: _call(_table, window=5),
-    "not causal": lambda: _call(_levels, causal=False),
-    "sink": lambda: _call(_table, sink=torch.zeros(HEADS)),
-    "logit scale": lambda: _call(_table, logit_scale=torch.linspace(0.5, 2, LENGTH).view(1, 1, -1)),
-    "softcap": lambda: _call(_table, softcap=2.0),
-    "log-sum-exp": lambda: _call(_table, return_lse=True),
+    "DistanceBias": lambda length: _call(length, _table),
+    "QueryDistanceBias": lambda length: _call(length, _profiles),
+    "LevelBias": lambda length: _call(length, _levels),
+    "LineBias": lambda length: _call(length, _lines),
+    "FunctionBias": lambda length: _call(length, _function),
+    "DenseBias": lambda length: _call(length, _dense),
+    "SumBias": lambda length: _call(length, _sum),
+    "HeadNetwork": lambda length: _call(length, _table, rescore=_network()),
+    "ContextualPositions": lambda length: _call(length, rescore=ContextualPositions(torch.ones(DIM, 9))),
+    "ScoreFunction": lambda length: _call(length, rescore=ScoreFunction(squashed)),
+    "window": lambda length: _call(length, _table, window=5),
+    "not causal": lambda length: _call(length, _levels, causal=False),
+    "sink": lambda length: _call(length, _table, sink=torch.zeros(HEADS)),
+    "logit scale": lambda length: _call(length, _table, logit_scale=torch.linspace(0.5, 2, length).view(1, 1, -1)),
+    "softcap": lambda length: _call(length, _table, softcap=2.0),
+    "log-sum-exp": lambda length: _call(length, _table, return_lse=True),
 }

@@ -46,7 +46,8 @@ def first_keys(
     lse: Tensor | None = None,
 ) -> list[list[list[int]]] | None:
     """The first key to visit, by sequence, head and block of rows; None if none can be left out."""
-    if not _can_skip(call):
+    # Caps have no bounds here.
+    if not call.skip or call.softcap is not None or not call.sees_own_keys:
         return None
     start = int(call.layout.start)
     eps = torch.finfo(at_least_float32(call.q[:0]).dtype).eps
@@ -77,18 +78,6 @@ def first_keys(
     good = good & (behind <= begin[:, None])
     kept: list[list[list[int]]] = (good.long().cumprod(-1).sum(-1) * width).tolist()
     return kept
-
-
-def _can_skip(call: AttentionCall) -> bool:
-    """Whether every row has a key in its own slot that it sees unless that is padding; caps have no bounds here."""
-    start = int(call.layout.start)
-    among = start >= 0 and start + call.queries <= call.keys
-    bands = call.visibility.bands
-    own = not bands or any(
-        band.nearest <= 0 and band.first is None and (band.farthest is None or band.farthest > 0) for band in bands
-    )
-    plain = call.softcap is None and call.visibility.is_causal
-    return call.skip and plain and call.queries > 0 and among and own
 
 
 class _Sides:

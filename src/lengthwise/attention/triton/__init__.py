@@ -3,7 +3,9 @@
 terms     the bias as the kernels know it
 tiles     how large tiles are, by kernel, precision and card
 passes    what is launched for a call, forward and backward
+bounds    the keys that provably cannot matter
 kernels   the kernels themselves
+self_test a proof on the device itself, before a kind of call is taken there
 
 They were checked against the reference in Triton's interpreter (TRITON_INTERPRET=1) and compiled for several cards;
 the authors had no GPU to run them on. `triton` comes with torch's CUDA builds and is imported when it is needed.
@@ -20,7 +22,8 @@ from torch import Tensor
 from lengthwise.attention import custom_op
 from lengthwise.attention.backend import Output, Plan, Refusal, finite_inputs
 from lengthwise.attention.call import AttentionCall
-from lengthwise.attention.triton.terms import offsets_of, terms_of
+from lengthwise.attention.triton import self_test
+from lengthwise.attention.triton.terms import Terms, offsets_of, terms_of
 from lengthwise.attention.triton.tiles import WIDEST, is_interpreted
 
 CAPABILITY = (8, 0)
@@ -47,7 +50,8 @@ def plan(call: AttentionCall) -> Plan | Refusal:
     notes = offsets_of(call, terms)
     if notes is None and len(terms.tables) > 1:
         return Refusal.because("tables are added up where positions follow the slots, which is not known here")
-    return TritonPlan(notes or {})
+    reason = _unproved(call, terms, follows_slots=notes is not None)
+    return TritonPlan(notes or {}) if reason is None else Refusal.because(reason)
 
 
 def run(call: AttentionCall, plan: Plan) -> Output:
@@ -59,6 +63,16 @@ def run(call: AttentionCall, plan: Plan) -> Output:
     if taint is not None:
         out, lse = out + taint[..., None].to(out.dtype), None if lse is None else lse + taint
     return out, lse
+
+
+def skipped_share(call: AttentionCall) -> float:
+    """How much of the forward work that the masks leave is skipped, 0 to 1; reads values back."""
+    own = plan(call)
+    if isinstance(own, Refusal):
+        raise NotImplementedError("; ".join(own.reasons))
+    assert isinstance(own, TritonPlan)
+    share: float = _passes().skipped_share(finite_inputs(call)[0], own.notes)
+    return share
 
 
 def _passes() -> Any:
@@ -83,12 +97,16 @@ OPERATORS = custom_op.operators("triton", _forward, _backward)
 def _machine_fault(device: str) -> str | None:
     """Why the machine is none for the kernels; a compiled graph asks once."""
     kind = device.partition(":")[0]
+    if kind == "meta":  # nothing is launched: shapes and devices are all that there is
+        return None
     if kind != "cuda" and not (kind == "cpu" and is_interpreted()):
         return f"its kernels are for GPUs, got tensors on {kind}"
     if not globals().get("__path__"):
         return "its kernels are not part of an exported model"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; torch's CUDA builds bring it"
+    if kind == "cuda" and not torch.cuda.is_available():
+        return "CUDA is not available here"
     if kind == "cuda" and torch.version.hip is None:
         capability = torch.cuda.get_device_capability(device)
         if capability < CAPABILITY:
@@ -111,3 +129,27 @@ def _fault(call: AttentionCall) -> str | None:
     if call.layout.mask is not None:
         return "its kernels take no explicit mask"
     return None
+
+
+def _unproved(call: AttentionCall, terms: Terms, *, follows_slots: bool) -> str | None:
+    """Why the kernels are not to be trusted with this kind of call on its device."""
+    if call.q.device.type not in NEED_PROOF:
+        return None
+    kind = self_test.kind_of(call, terms, follows_slots=follows_slots)
+    in_graph = torch.compiler.is_compiling() or (
+        call.q.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    )
+    reason: str | None = _verdict(str(call.q.device), in_graph, *kind)
+    return reason
+
+
+NEED_PROOF = ("cuda",)
+"""Devices on which kernels must prove themselves first."""
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _verdict(device: str, in_graph: bool, *kind: Any) -> str | None:
+    text = self_test.Kind(*kind).text
+    if in_graph:
+        return self_test.known_fault(device, text)
+    return self_test.fault(device, text, lambda call, notes: run(call, TritonPlan(dict(notes))))

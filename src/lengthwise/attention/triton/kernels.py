@@ -6,6 +6,7 @@ rows_kernel       the gradients of q and of what belongs to a row
 keys_kernel       those of k, v and of what belongs to a key; a program walks through all heads that share its keys
 bands_kernel      that of a table whose distances follow the slots: a program per band of tiles along the diagonal. In
                   all of them the element (r, c) has the same distance: tiles are added as they are, diagonals once
+bounds_kernel     which blocks of keys cannot matter to a block of rows, see bounds.py
 entries_kernel    that of any table, curve or profile: a program per block of entries, slow and exact
 
 Nothing is added atomically and every program has its own place to write, so gradients have the same bits in every run.
@@ -65,6 +66,8 @@ class Flags(NamedTuple):
     BE: int
     """So many entries of a table has a program of entries_kernel."""
     HOW: int
+    SKIP: bool
+    """Whether blocks of rows begin at keys of their own, `first`."""
 
 
 class Given(NamedTuple):
@@ -106,6 +109,8 @@ class Given(NamedTuple):
     profiles: Tensor | None
     profile_query: Tensor | None
     profile_key: Tensor | None
+    first: Tensor | None
+    """(batch, head, block of rows): the first key that has to be visited."""
 
 
 class Sizes(NamedTuple):
@@ -163,13 +168,21 @@ def product(a, b, F: tl.constexpr):
 
 
 @triton.jit
-def vectors(x, at, count, stride, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows `at` of a matrix, zeros outside."""
-    channel = tl.arange(0, WIDTH)
-    inside = ((at >= 0) & (at < count))[:, None]
-    if DIM != WIDTH:
-        inside = inside & (channel < DIM)[None, :]
-    return tl.load(x + at[:, None] * stride + channel[None, :], mask=inside, other=0.0)
+def vectors(
+    x, begin, count, stride, DIM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.constexpr = False
+):
+    """SIZE rows of a matrix from `begin` on; zeros outside, where WHOLE does not promise that there are none."""
+    row, channel = tl.arange(0, SIZE), tl.arange(0, WIDTH)
+    # What is the same in every tile stands apart, and is computed once.
+    where = x + begin * stride + (row[:, None] * stride + channel[None, :])
+    if WHOLE and DIM == WIDTH:
+        return tl.load(where)
+    else:
+        at = begin + row
+        inside = ((at >= 0) & (at < count))[:, None]
+        if DIM != WIDTH:
+            inside = inside & (channel < DIM)[None, :]
+        return tl.load(where, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -181,9 +194,12 @@ def put_vectors(x, values, at, count, DIM: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def numbers(x, at, count):
-    """Some numbers of a row, 0 outside."""
-    return tl.load(x + at, mask=(at >= 0) & (at < count), other=0)
+def numbers(x, at, count, WHOLE: tl.constexpr = False):
+    """Some numbers of a row; 0 outside, where WHOLE does not promise that there are none."""
+    if WHOLE:
+        return tl.load(x + at)
+    else:
+        return tl.load(x + at, mask=(at >= 0) & (at < count), other=0)
 
 
 @triton.jit
@@ -255,18 +271,18 @@ def row_side(t, z, F: tl.constexpr, b, h, row, ref_high, ref_low):
 
 
 @triton.jit
-def key_side(t, z, F: tl.constexpr, b, h, column, ref_high, ref_low):
+def key_side(t, z, F: tl.constexpr, b, h, column, ref_high, ref_low, WHOLE: tl.constexpr = False):
     bh = b * z.heads + h
     level, in_table, in_curve, in_profile = 0.0, 0, 0, 0
     if F.LEVEL:
-        level = numbers(t.key_level + bh * z.keys, column, z.keys) - ref_high
-        level += numbers(t.key_rest + bh * z.keys, column, z.keys) - ref_low
+        level = numbers(t.key_level + bh * z.keys, column, z.keys, WHOLE) - ref_high
+        level += numbers(t.key_rest + bh * z.keys, column, z.keys, WHOLE) - ref_low
     if F.LINE:
-        in_curve = numbers(t.curve_key + b * z.keys, column, z.keys)
+        in_curve = numbers(t.curve_key + b * z.keys, column, z.keys, WHOLE)
     if F.TABLE == 2:
-        in_table = numbers(t.table_key + b * z.keys, column, z.keys)
+        in_table = numbers(t.table_key + b * z.keys, column, z.keys, WHOLE)
     if F.PROFILE:
-        in_profile = numbers(t.profile_key + b * z.keys, column, z.keys)
+        in_profile = numbers(t.profile_key + b * z.keys, column, z.keys, WHOLE)
     return KeySide(level, in_table, in_curve, in_profile)
 
 
@@ -316,11 +332,13 @@ def profile_values(t, z, F: tl.constexpr, h, entry, has_one, profile):
 
 
 @triton.jit
-def bias_of(s, t, z, F: tl.constexpr, b, h, row, column, R, C):
+def bias_of(s, t, z, F: tl.constexpr, b, h, row, column, apart, R, C):
     """Scores with the bias added."""
     if F.TABLE == 1:
-        strip = t.table + b * z.strip_batch + h * z.strip_length + ROOM
-        where = strip + ((row + (z.keys - 1))[:, None] - column[None, :])
+        # From the entry of the tile's corner on, in 64 bits: then what is between a thread's reads is known to the
+        # compiler, and costs nothing.
+        corner = t.table + b * z.strip_batch + h * z.strip_length + (ROOM + z.keys - 1 + apart)
+        where = (corner + tl.arange(0, F.BM).to(tl.int64))[:, None] - tl.arange(0, F.BN).to(tl.int64)[None, :]
         if F.HOW == 1:
             # tl.load would be pipelined through shared memory, all of the tile; this stays in registers, and equal
             # distances of a thread are read once.
@@ -369,14 +387,17 @@ def visible(t, z, F: tl.constexpr, b, row, column):
 
 
 @triton.jit
-def scores_of(q, k, t, z, F: tl.constexpr, b, h, row, column, R, C, MASK: tl.constexpr):
-    """Scores of a tile; what they are before the logit scale; and the slope of the cap."""
+def scores_of(q, k, t, z, F: tl.constexpr, b, h, row, column, apart, R, C, MASK: tl.constexpr):
+    """Scores of a tile; what they are before the logit scale; and the slope of the cap.
+
+    `apart` is the first row less the first column.
+    """
     content = product(q, tl.trans(k), F) * z.scale
     cap_slope = content
     if F.CAP:
         capped = tanh(content)
         content, cap_slope = z.cap * capped, 1 - capped * capped
-    before = bias_of(content, t, z, F, b, h, row, column, R, C)
+    before = bias_of(content, t, z, F, b, h, row, column, apart, R, C)
     s = before
     if F.LOGIT:
         s = before * R.logit[:, None]
@@ -386,9 +407,9 @@ def scores_of(q, k, t, z, F: tl.constexpr, b, h, row, column, R, C, MASK: tl.con
 
 
 @triton.jit
-def d_scores_of(q, k, v, d, lse, drop, t, z, F: tl.constexpr, b, h, row, column, R, C, MASK: tl.constexpr):
+def d_scores_of(q, k, v, d, lse, drop, t, z, F: tl.constexpr, b, h, row, column, apart, R, C, MASK: tl.constexpr):
     """Weights; the gradients of the content, of the bias and of the scores; and scores before the logit scale."""
-    s, before, cap_slope = scores_of(q, k, t, z, F, b, h, row, column, R, C, MASK)
+    s, before, cap_slope = scores_of(q, k, t, z, F, b, h, row, column, apart, R, C, MASK)
     p = tl.exp2(s - lse[:, None])
     d_scores = p * (product(d, tl.trans(v), F) - drop[:, None])
     d_bias = d_scores
@@ -410,10 +431,13 @@ def along_curve(d, difference, F: tl.constexpr):
 
 
 @triton.jit
-def range_of(t, z, b, block):
-    """Keys that some row of a block sees, from and to, and that all see."""
+def range_of(t, z, F: tl.constexpr, b, h, block):
+    """Keys that some row of a block has to visit, from and to, and that all see."""
     at = t.ranges + ((b % z.range_batches) * z.row_blocks + block) * 4
-    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    begin = tl.load(at)
+    if F.SKIP:
+        begin = tl.maximum(begin, tl.load(t.first + (b * z.heads + h) * z.row_blocks + block))
+    return begin, tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
 
 
 @triton.jit
@@ -422,12 +446,12 @@ def forward_kernel(t, z, out, lse, F: tl.constexpr):
     share, shares = tl.program_id(2), tl.num_programs(2)
     b, h = bh // z.heads, bh % z.heads
     row = block * F.BM + tl.arange(0, F.BM)
-    q = vectors(t.q + b * z.q_batch + h * z.q_head, row, z.queries, z.q_row, F.DIM, F.D)
+    q = vectors(t.q + b * z.q_batch + h * z.q_head, block * F.BM, z.queries, z.q_row, F.DIM, F.D, F.BM)
     k_base = t.k + b * z.k_batch + (h // z.group) * z.k_head
     v_base = t.v + b * z.v_batch + (h // z.group) * z.v_head
     ref_high, ref_low = reference_level(t.query_level, t.query_rest, F, bh * z.queries + block * F.BM)
     R = row_side(t, z, F, b, h, row, ref_high, ref_low)
-    begin, end, all_begin, all_end = range_of(t, z, b, block)
+    begin, end, all_begin, all_end = range_of(t, z, F, b, h, block)
     # In whole tiles, and this program's share of them.
     first = begin // F.BN
     count = tl.maximum(tl.cdiv(end, F.BN) - first, 0)
@@ -441,10 +465,10 @@ def forward_kernel(t, z, out, lse, F: tl.constexpr):
         high = all_from if PHASE == 0 else (all_to if PHASE == 1 else to_tile)
         for at in range(low * F.BN, high * F.BN, F.BN):
             column = at + tl.arange(0, F.BN)
-            k = vectors(k_base, column, z.keys, z.k_row, F.DIM, F.D)
-            v = vectors(v_base, column, z.keys, z.v_row, F.VALUE, F.DV)
-            C = key_side(t, z, F, b, h, column, ref_high, ref_low)
-            s, before, cap_slope = scores_of(q, k, t, z, F, b, h, row, column, R, C, PHASE != 1)
+            k = vectors(k_base, at, z.keys, z.k_row, F.DIM, F.D, F.BN, PHASE == 1)
+            v = vectors(v_base, at, z.keys, z.v_row, F.VALUE, F.DV, F.BN, PHASE == 1)
+            C = key_side(t, z, F, b, h, column, ref_high, ref_low, PHASE == 1)
+            s, before, cap_slope = scores_of(q, k, t, z, F, b, h, row, column, block * F.BM - at, R, C, PHASE != 1)
             new = tl.maximum(m, tl.max(s, 1))
             shift = tl.where(new == float("-inf"), 0.0, new)
             p, shrink = tl.exp2(s - shift[:, None]), tl.exp2(m - shift)
@@ -470,9 +494,10 @@ def forward_kernel(t, z, out, lse, F: tl.constexpr):
 
 
 @triton.jit
-def upstream_of(up, z, F: tl.constexpr, bh, row):
+def upstream_of(up, z, F: tl.constexpr, bh, begin):
     """d_out, log-sum-exp and drop of some rows; rows outside have no weight to give."""
-    d = vectors(up.d_out + bh * z.queries * F.VALUE, row, z.queries, F.VALUE, F.VALUE, F.DV)
+    row = begin + tl.arange(0, F.BM)
+    d = vectors(up.d_out + bh * z.queries * F.VALUE, begin, z.queries, F.VALUE, F.VALUE, F.DV, F.BM)
     lse = tl.load(up.lse + bh * z.queries + row, mask=row < z.queries, other=float("inf"))
     return d, lse, numbers(up.drop + bh * z.queries, row, z.queries)
 
@@ -483,20 +508,20 @@ def drop_kernel(t, z, up, drop, F: tl.constexpr):
     block, bh = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = bh // z.heads, bh % z.heads
     row = block * F.BM + tl.arange(0, F.BM)
-    q = vectors(t.q + b * z.q_batch + h * z.q_head, row, z.queries, z.q_row, F.DIM, F.D)
-    d, lse, lost = upstream_of(up, z, F, bh, row)
+    q = vectors(t.q + b * z.q_batch + h * z.q_head, block * F.BM, z.queries, z.q_row, F.DIM, F.D, F.BM)
+    d, lse, lost = upstream_of(up, z, F, bh, block * F.BM)
     k_base = t.k + b * z.k_batch + (h // z.group) * z.k_head
     v_base = t.v + b * z.v_batch + (h // z.group) * z.v_head
     ref_high, ref_low = reference_level(t.query_level, t.query_rest, F, bh * z.queries + block * F.BM)
     R = row_side(t, z, F, b, h, row, ref_high, ref_low)
-    begin, end, all_begin, all_end = range_of(t, z, b, block)
+    begin, end, all_begin, all_end = range_of(t, z, F, b, h, block)
     for tile in range(begin // F.BN, tl.cdiv(end, F.BN)):
         column = tile * F.BN + tl.arange(0, F.BN)
-        k = vectors(k_base, column, z.keys, z.k_row, F.DIM, F.D)
-        v = vectors(v_base, column, z.keys, z.v_row, F.VALUE, F.DV)
+        k = vectors(k_base, tile * F.BN, z.keys, z.k_row, F.DIM, F.D, F.BN)
+        v = vectors(v_base, tile * F.BN, z.keys, z.v_row, F.VALUE, F.DV, F.BN)
         C = key_side(t, z, F, b, h, column, ref_high, ref_low)
         p, d_content, d_bias, d_scores, before = d_scores_of(
-            q, k, v, d, lse, tl.zeros_like(lost), t, z, F, b, h, row, column, R, C, True
+            q, k, v, d, lse, tl.zeros_like(lost), t, z, F, b, h, row, column, block * F.BM - tile * F.BN, R, C, True
         )
         lost += tl.sum(d_scores, 1)
     tl.store(drop + bh * z.queries + row, lost, mask=row < z.queries)
@@ -522,13 +547,13 @@ def rows_kernel(t, z, up, to, F: tl.constexpr, LINES: tl.constexpr, PROFILES: tl
     block, bh = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = bh // z.heads, bh % z.heads
     row = block * F.BM + tl.arange(0, F.BM)
-    q = vectors(t.q + b * z.q_batch + h * z.q_head, row, z.queries, z.q_row, F.DIM, F.D)
-    d, lse, drop = upstream_of(up, z, F, bh, row)
+    q = vectors(t.q + b * z.q_batch + h * z.q_head, block * F.BM, z.queries, z.q_row, F.DIM, F.D, F.BM)
+    d, lse, drop = upstream_of(up, z, F, bh, block * F.BM)
     k_base = t.k + b * z.k_batch + (h // z.group) * z.k_head
     v_base = t.v + b * z.v_batch + (h // z.group) * z.v_head
     ref_high, ref_low = reference_level(t.query_level, t.query_rest, F, bh * z.queries + block * F.BM)
     R = row_side(t, z, F, b, h, row, ref_high, ref_low)
-    begin, end, all_begin, all_end = range_of(t, z, b, block)
+    begin, end, all_begin, all_end = range_of(t, z, F, b, h, block)
     from_tile = begin // F.BN
     to_tile = tl.maximum(tl.cdiv(end, F.BN), from_tile)
     all_from = tl.minimum(tl.maximum(tl.cdiv(all_begin, F.BN), from_tile), to_tile)
@@ -546,11 +571,11 @@ def rows_kernel(t, z, up, to, F: tl.constexpr, LINES: tl.constexpr, PROFILES: tl
         high = all_from if PHASE == 0 else (all_to if PHASE == 1 else to_tile)
         for at in range(low * F.BN, high * F.BN, F.BN):
             column = at + tl.arange(0, F.BN)
-            k = vectors(k_base, column, z.keys, z.k_row, F.DIM, F.D)
-            v = vectors(v_base, column, z.keys, z.v_row, F.VALUE, F.DV)
-            C = key_side(t, z, F, b, h, column, ref_high, ref_low)
+            k = vectors(k_base, at, z.keys, z.k_row, F.DIM, F.D, F.BN, PHASE == 1)
+            v = vectors(v_base, at, z.keys, z.v_row, F.VALUE, F.DV, F.BN, PHASE == 1)
+            C = key_side(t, z, F, b, h, column, ref_high, ref_low, PHASE == 1)
             p, d_content, d_bias, d_scores, before = d_scores_of(
-                q, k, v, d, lse, drop, t, z, F, b, h, row, column, R, C, PHASE != 1
+                q, k, v, d, lse, drop, t, z, F, b, h, row, column, block * F.BM - at, R, C, PHASE != 1
             )
             dq += product(d_content.to(k.dtype), k, F)
             if F.LOGIT:
@@ -602,8 +627,8 @@ class KeyGradients(NamedTuple):
 
 
 @triton.jit
-def row_blocks_of(t, z, b, begin, end, AT_ONCE: tl.constexpr):
-    """Blocks of rows of which some see some keys from begin to end, from and to; and of which all see all of them.
+def row_blocks_of(t, z, F: tl.constexpr, b, h, begin, end, AT_ONCE: tl.constexpr):
+    """Blocks of rows of which some visit some keys from begin to end, from and to; and of which all see all of them.
 
     The latter are one run, or nothing is said of them.
     """
@@ -612,9 +637,11 @@ def row_blocks_of(t, z, b, begin, end, AT_ONCE: tl.constexpr):
         block = at + tl.arange(0, AT_ONCE)
         inside = block < z.row_blocks
         where = t.ranges + ((b % z.range_batches) * z.row_blocks + block) * 4
-        some = (
-            inside & (tl.load(where, mask=inside, other=0) < end) & (tl.load(where + 1, mask=inside, other=0) > begin)
-        )
+        visited = tl.load(where, mask=inside, other=0)
+        if F.SKIP:
+            own = t.first + (b * z.heads + h) * z.row_blocks + block
+            visited = tl.maximum(visited, tl.load(own, mask=inside, other=0))
+        some = inside & (visited < end) & (tl.load(where + 1, mask=inside, other=0) > begin)
         every = tl.load(where + 3, mask=inside, other=0) >= end
         every = some & every & (tl.load(where + 2, mask=inside, other=0) <= begin)
         first = tl.minimum(first, tl.min(tl.where(some, block, z.row_blocks), 0))
@@ -633,13 +660,14 @@ def keys_kernel(t, z, up, to, F: tl.constexpr, PROFILES: tl.constexpr, AT_ONCE: 
     kv_heads = z.heads // z.group
     b, g = bg // kv_heads, bg % kv_heads
     column = block * F.BN + tl.arange(0, F.BN)
-    k = vectors(t.k + b * z.k_batch + g * z.k_head, column, z.keys, z.k_row, F.DIM, F.D)
-    v = vectors(t.v + b * z.v_batch + g * z.v_head, column, z.keys, z.v_row, F.VALUE, F.DV)
+    k = vectors(t.k + b * z.k_batch + g * z.k_head, block * F.BN, z.keys, z.k_row, F.DIM, F.D, F.BN)
+    v = vectors(t.v + b * z.v_batch + g * z.v_head, block * F.BN, z.keys, z.v_row, F.VALUE, F.DV, F.BN)
     dk, dv = tl.zeros([F.BN, F.D], tl.float32), tl.zeros([F.BN, F.DV], tl.float32)
-    first, last, all_first, all_last = row_blocks_of(t, z, b, block * F.BN, block * F.BN + F.BN, AT_ONCE)
+    begin = block * F.BN
     for member in range(z.group):
         h = g * z.group + member
         bh = b * z.heads + h
+        first, last, all_first, all_last = row_blocks_of(t, z, F, b, h, begin, begin + F.BN, AT_ONCE)
         ref_high, ref_low = reference_level(t.key_level, t.key_rest, F, bh * z.keys + block * F.BN)
         C = key_side(t, z, F, b, h, column, ref_high, ref_low)
         d_level, d_mixes = tl.zeros([F.BN], tl.float32), tl.zeros([F.BN, PROFILES], tl.float32)
@@ -648,11 +676,11 @@ def keys_kernel(t, z, up, to, F: tl.constexpr, PROFILES: tl.constexpr, AT_ONCE: 
             high = all_first if PHASE == 0 else (all_last if PHASE == 1 else last)
             for at in range(low * F.BM, high * F.BM, F.BM):
                 row = at + tl.arange(0, F.BM)
-                q = vectors(t.q + b * z.q_batch + h * z.q_head, row, z.queries, z.q_row, F.DIM, F.D)
-                d, lse, drop = upstream_of(up, z, F, bh, row)
+                q = vectors(t.q + b * z.q_batch + h * z.q_head, at, z.queries, z.q_row, F.DIM, F.D, F.BM)
+                d, lse, drop = upstream_of(up, z, F, bh, at)
                 R = row_side(t, z, F, b, h, row, ref_high, ref_low)
                 p, d_content, d_bias, d_scores, before = d_scores_of(
-                    q, k, v, d, lse, drop, t, z, F, b, h, row, column, R, C, PHASE != 1
+                    q, k, v, d, lse, drop, t, z, F, b, h, row, column, at - block * F.BN, R, C, PHASE != 1
                 )
                 dv += product(tl.trans(p.to(d.dtype)), d, F)
                 dk += product(tl.trans(d_content.to(q.dtype)), q, F)
@@ -672,6 +700,103 @@ def keys_kernel(t, z, up, to, F: tl.constexpr, PROFILES: tl.constexpr, AT_ONCE: 
     put_vectors(to.d_v + bg * z.keys * F.VALUE, dv, column, z.keys, F.VALUE, F.DV)
 
 
+class Sides(NamedTuple):
+    """What bounds_kernel knows of rows, (batch, head, query), and of blocks of keys; None for what a call has not."""
+
+    q: Tensor
+    """The length of the query, times the scale."""
+    own: Tensor
+    """The row's score on the key in its own slot."""
+    own_k: Tensor
+    """The length of that key, and under own_v of its value."""
+    own_v: Tensor
+    factor: Tensor | None
+    """The logit scale; NaN where it is not positive."""
+    longest_k: Tensor
+    """(batch, kv_head, block): the longest key, and under longest_v the longest value."""
+    longest_v: Tensor
+    counts: Tensor
+    """(batch, block): how many keys are no padding."""
+    highest: Tensor | None
+    """For every entry of the strip, the largest at its distance or beyond."""
+    top: Tensor | None
+    """(batch, head, block): the highest level, and under top_rest its rest."""
+    top_rest: Tensor | None
+    lse: Tensor | None
+    above: Tensor | None
+    """The length of d_out."""
+    delta: Tensor | None
+    row: Tensor | None
+    """What the row's own key contributes to its gradient."""
+
+
+@triton.jit
+def at_least_1(x):
+    """Unlike tl.maximum it leaves NaN as it is."""
+    return tl.where(x < 1, 1.0, x)
+
+
+@triton.jit
+def bounds_kernel(
+    t, z, s, good, of_keys, count, width, small, F: tl.constexpr, BACKWARD: tl.constexpr, ROWS: tl.constexpr
+):
+    """For a block of rows and every block of keys: 1 if no row misses it and those before; and what the keys lose."""
+    block, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, h = bh // z.heads, bh % z.heads
+    row = block * ROWS + tl.arange(0, ROWS)
+    inside, mine = row < z.queries, bh * z.queries
+    q, own = numbers(s.q + mine, row, z.queries), numbers(s.own + mine, row, z.queries)
+    own_k, own_v = numbers(s.own_k + mine, row, z.queries), numbers(s.own_v + mine, row, z.queries)
+    level, rest, slope, factor, lse, above, delta, of_row = 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0
+    if F.LEVEL:
+        level, rest = numbers(t.query_level + mine, row, z.queries), numbers(t.query_rest + mine, row, z.queries)
+        slope = numbers(t.slope + mine, row, z.queries)
+    if F.LOGIT:
+        factor = numbers(s.factor + mine, row, z.queries)
+    if BACKWARD:
+        lse, above = numbers(s.lse + mine, row, z.queries), numbers(s.above + mine, row, z.queries)
+        delta, of_row = numbers(s.delta + mine, row, z.queries), numbers(s.row + mine, row, z.queries)
+    of_head = (b * (z.heads // z.group) + h // z.group) * count
+    here = (bh * tl.num_programs(0) + block) * count
+    part = tl.num_programs(1).to(tl.int64) * tl.num_programs(0) * count
+    lost = tl.zeros([ROWS], tl.float32)
+    for n in range(count):
+        longest_k, longest_v = tl.load(s.longest_k + of_head + n), tl.load(s.longest_v + of_head + n)
+        keys = tl.load(s.counts + b * count + n)
+        ceiling = tl.zeros([ROWS], tl.float32)
+        if F.TABLE:
+            strip = s.highest + b * z.strip_batch + h * z.strip_length + ROOM
+            ceiling += tl.load(strip + (row + (z.keys - 1) - (n * width + width - 1)), mask=inside, other=0.0)
+        if F.LEVEL:
+            rise = (level - tl.load(s.top + bh * count + n)) + (rest - tl.load(s.top_rest + bh * count + n))
+            rise = tl.where(rise < 0, 0.0, rise)
+            ceiling += tl.where(slope >= 0, -slope * rise, float("inf"))
+        content = q * longest_k
+        upper = ceiling + content
+        if F.LOGIT:
+            upper = upper * factor
+        if BACKWARD:
+            share = tl.exp2(upper - lse)
+            weighed = share * (above * longest_v + delta)
+            # The gradient of a slope or a logit scale is larger the larger a score is.
+            size = tl.where(ceiling > 0, 0.0, -ceiling)
+            if F.LOGIT:
+                size += content
+            lost += weighed * keys * at_least_1(longest_k / own_k) * (1 + size)
+            fits = (lost / of_row <= small) | ((above == 0) & (delta == 0))
+            steep = 1.0
+            if F.LEVEL:
+                steep = slope
+            tl.store(of_keys + here + n, tl.sum(tl.where(inside, share * above, 0.0), 0))
+            tl.store(of_keys + part + here + n, tl.sum(tl.where(inside, weighed * q * factor, 0.0), 0))
+            tl.store(of_keys + 2 * part + here + n, tl.sum(tl.where(inside, weighed * steep * factor, 0.0), 0))
+        else:
+            lost += tl.exp2(upper - own) * keys * at_least_1(longest_v / own_v)
+            fits = lost <= small
+        misses = tl.sum(tl.where(inside & (fits == 0), 1, 0), 0)
+        tl.store(good + here + n, (misses == 0).to(tl.int8))
+
+
 @triton.jit
 def bands_kernel(t, z, up, sums, low_band, F: tl.constexpr):
     """Sums of the bias's gradient along the diagonals of one band of tiles: row - column = band BM + r - c."""
@@ -685,18 +810,18 @@ def bands_kernel(t, z, up, sums, low_band, F: tl.constexpr):
     for block in range(tl.maximum(band, 0), tl.minimum(z.row_blocks, z.key_blocks + band)):
         row = block * F.BM + r
         column = row - band * F.BM
-        begin, end, all_begin, all_end = range_of(t, z, b, block)
+        begin, end, all_begin, all_end = range_of(t, z, F, b, h, block)
         at = (block - band) * F.BM
         if (at < end) & (at + F.BM > begin):
-            q = vectors(t.q + b * z.q_batch + h * z.q_head, row, z.queries, z.q_row, F.DIM, F.D)
-            d, lse, drop = upstream_of(up, z, F, bh, row)
-            k = vectors(k_base, column, z.keys, z.k_row, F.DIM, F.D)
-            v = vectors(v_base, column, z.keys, z.v_row, F.VALUE, F.DV)
+            q = vectors(t.q + b * z.q_batch + h * z.q_head, block * F.BM, z.queries, z.q_row, F.DIM, F.D, F.BM)
+            d, lse, drop = upstream_of(up, z, F, bh, block * F.BM)
+            k = vectors(k_base, at, z.keys, z.k_row, F.DIM, F.D, F.BN)
+            v = vectors(v_base, at, z.keys, z.v_row, F.VALUE, F.DV, F.BN)
             ref_high, ref_low = reference_level(t.query_level, t.query_rest, F, bh * z.queries + block * F.BM)
             R = row_side(t, z, F, b, h, row, ref_high, ref_low)
             C = key_side(t, z, F, b, h, column, ref_high, ref_low)
             p, d_content, d_bias, d_scores, before = d_scores_of(
-                q, k, v, d, lse, drop, t, z, F, b, h, row, column, R, C, True
+                q, k, v, d, lse, drop, t, z, F, b, h, row, column, band * F.BM, R, C, True
             )
             total += d_bias
     # Row r turned by r: then column c holds row - column = band BM + c where c <= r, and BM less elsewhere.
@@ -719,11 +844,11 @@ def entries_kernel(t, z, up, to, length, F: tl.constexpr, WHICH: tl.constexpr, P
     total = tl.zeros([PROFILES, F.BE], tl.float32)
     for block in range(z.row_blocks):
         row = block * F.BM + tl.arange(0, F.BM)
-        q = vectors(t.q + b * z.q_batch + h * z.q_head, row, z.queries, z.q_row, F.DIM, F.D)
-        d, lse, drop = upstream_of(up, z, F, bh, row)
+        q = vectors(t.q + b * z.q_batch + h * z.q_head, block * F.BM, z.queries, z.q_row, F.DIM, F.D, F.BM)
+        d, lse, drop = upstream_of(up, z, F, bh, block * F.BM)
         ref_high, ref_low = reference_level(t.query_level, t.query_rest, F, bh * z.queries + block * F.BM)
         R = row_side(t, z, F, b, h, row, ref_high, ref_low)
-        some_begin, some_end, all_begin, all_end = range_of(t, z, b, block)
+        some_begin, some_end, all_begin, all_end = range_of(t, z, F, b, h, block)
         for tile in range(some_begin // F.BN, tl.cdiv(some_end, F.BN)):
             column = tile * F.BN + tl.arange(0, F.BN)
             C = key_side(t, z, F, b, h, column, ref_high, ref_low)
@@ -736,10 +861,10 @@ def entries_kernel(t, z, up, to, length, F: tl.constexpr, WHICH: tl.constexpr, P
                 entry = tl.where(has_one, entry, -1)
             own = (entry >= begin_entry) & (entry < begin_entry + F.BE)
             if tl.max(tl.max(tl.where(own, 1, 0), 1), 0) > 0:
-                k = vectors(k_base, column, z.keys, z.k_row, F.DIM, F.D)
-                v = vectors(v_base, column, z.keys, z.v_row, F.VALUE, F.DV)
+                k = vectors(k_base, tile * F.BN, z.keys, z.k_row, F.DIM, F.D, F.BN)
+                v = vectors(v_base, tile * F.BN, z.keys, z.v_row, F.VALUE, F.DV, F.BN)
                 p, d_content, d_entry, d_scores, before = d_scores_of(
-                    q, k, v, d, lse, drop, t, z, F, b, h, row, column, R, C, True
+                    q, k, v, d, lse, drop, t, z, F, b, h, row, column, block * F.BM - tile * F.BN, R, C, True
                 )
                 if WHICH == 1:
                     x, curve, line = lines_of(t, z, F, h, R, C)
@@ -750,11 +875,11 @@ def entries_kernel(t, z, up, to, length, F: tl.constexpr, WHICH: tl.constexpr, P
                     if WHICH == 2:
                         if F.PROFILE == 1:
                             base = t.mixes + bh * z.queries * F.PROFILES
-                            mixes = vectors(base, row, z.queries, F.PROFILES, F.PROFILES, PROFILES)
+                            mixes = vectors(base, block * F.BM, z.queries, F.PROFILES, F.PROFILES, PROFILES, F.BM)
                             sums = tl.sum(mixes * tl.sum(picked, 1)[:, None], 0)
                         else:
                             base = t.mixes + bh * z.keys * F.PROFILES
-                            mixes = vectors(base, column, z.keys, F.PROFILES, F.PROFILES, PROFILES)
+                            mixes = vectors(base, tile * F.BN, z.keys, F.PROFILES, F.PROFILES, PROFILES, F.BN)
                             sums = tl.sum(mixes * tl.sum(picked, 0)[:, None], 0)
                         total += tl.where(here, sums[:, None], 0.0)
                     else:

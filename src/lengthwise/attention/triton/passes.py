@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lengthwise.attention.backend import merge
 from lengthwise.attention.call import AttentionCall
+from lengthwise.attention.triton import bounds
 from lengthwise.attention.triton.kernels import (
     GATHERED,
     INTERPRETED,
@@ -64,6 +65,11 @@ def backward(
 ) -> dict[str, Tensor]:
     """The gradients of q, k and v and of what else is learned, by name."""
     return _Launch(call, notes).backward(d_out, d_lse, out, lse)
+
+
+def skipped_share(call: AttentionCall, notes: Mapping[str, int]) -> float:
+    """How much of the forward work that causality leaves is skipped, 0 to 1; reads values back."""
+    return bounds.share_skipped(call, _Launch(call, notes).first_keys())
 
 
 class _Launch:
@@ -117,7 +123,15 @@ class _Launch:
             BN=0,
             BE=ENTRIES,
             HOW=INTERPRETED if is_interpreted() else OTHER if torch.version.hip else NVIDIA,
+            SKIP=False,
         )
+
+    def first_keys(self, up: Upstream | None = None) -> bounds.Firsts | None:
+        """The first key that every block of rows has to visit; None if nothing can be skipped."""
+        if not bounds.can_skip(self.call, self.flags):
+            return None
+        arguments = self._arguments(Tile(bounds.ROWS, bounds.WIDTH, 2, 1), None)
+        return bounds.first_keys(self.call, self.flags, self.given, arguments, up)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """The output and the log-sum-exp."""
@@ -131,7 +145,7 @@ class _Launch:
         out = call.q.new_zeros(shares, *self.shape, call.v.shape[3], dtype=torch.float32)
         lse = call.q.new_full((shares, *self.shape), -math.inf, dtype=torch.float32)
         if call.q.numel() and call.keys:
-            given, sizes, flags = self._arguments(tile)
+            given, sizes, flags = self._arguments(tile, None if few else self.first_keys())
             forward_kernel[blocks, call.batch * call.heads, shares](given, sizes, out, lse, F=flags, **_options(tile))
         elif call.sink is not None:
             lse = self.given["sink"][None].clone()
@@ -145,14 +159,16 @@ class _Launch:
         tile = self._tile("rows")
         blocks = triton.cdiv(queries, tile.rows)
         to_rows, to_keys = self._row_gradients(blocks), self._key_gradients()
+        firsts = None
         if call.q.numel() and keys:
+            firsts = self.first_keys(up)
             profiles = _power_of_2(max(self.flags.PROFILES, 1))
-            given, sizes, flags = self._arguments(tile)
+            given, sizes, flags = self._arguments(tile, firsts)
             power = _power_of_2(max(self.flags.LINES, 1))
             extra = {"F": flags, "LINES": power, "PROFILES": profiles}
             rows_kernel[blocks, rows](given, sizes, up, to_rows, **extra, **_options(tile))
             tile = self._tile("keys")
-            given, sizes, flags = self._arguments(tile)
+            given, sizes, flags = self._arguments(tile, firsts)
             extra = {"F": flags, "PROFILES": profiles, "AT_ONCE": RANGES_AT_ONCE}
             keys_kernel[triton.cdiv(keys, tile.keys), heads](given, sizes, up, to_keys, **extra, **_options(tile))
         gradients: dict[str, Any] = {"q": to_rows.d_q, "k": to_keys.d_k, "v": to_keys.d_v}
@@ -160,7 +176,7 @@ class _Launch:
             gradients["logit_scale"] = to_rows.d_logit
         if call.sink is not None:
             gradients["sink"] = -(self.given["sink"] * LOG2E - up.lse).exp2() * up.drop
-        gradients |= self._term_gradients(up, to_rows, to_keys)
+        gradients |= self._term_gradients(up, to_rows, to_keys, firsts)
         tensors = call.tensors()
         return {name: x.sum_to_size(tensors[name].shape).to(tensors[name].dtype) for name, x in gradients.items()}
 
@@ -178,7 +194,7 @@ class _Launch:
         drop = torch.zeros_like(up.drop)
         if call.q.numel() and call.keys:
             tile = self._tile("rows")
-            given, sizes, flags = self._arguments(tile)
+            given, sizes, flags = self._arguments(tile, self.first_keys())
             grid = triton.cdiv(call.queries, tile.rows), call.batch * call.heads
             drop_kernel[grid](given, sizes, up, drop, F=flags, **_options(tile))
         else:
@@ -192,12 +208,13 @@ class _Launch:
         heavy = bool(self.flags.LINE or self.flags.PROFILE)
         return tile_for(kernel, self.call.dtype, width, heavy, capability)
 
-    def _arguments(self, tile: Tile) -> tuple[Given, Sizes, Flags]:
+    def _arguments(self, tile: Tile, firsts: bounds.Firsts | None) -> tuple[Given, Sizes, Flags]:
         ranges = _ranges(self.spans, self.call.keys, tile.rows)
+        first = None if firsts is None else bounds.by_tile(firsts, tile.rows, ranges.shape[1])
         blocks = {"row_blocks": ranges.shape[1], "key_blocks": triton.cdiv(self.call.keys, tile.keys)}
         sizes = Sizes(**self.sizes, **blocks, range_batches=ranges.shape[0])
-        flags = self.flags._replace(BM=tile.rows, BN=tile.keys)
-        return Given(**(self.given | {"ranges": ranges})), sizes, Flags(*map(tl.constexpr, flags))
+        flags = self.flags._replace(BM=tile.rows, BN=tile.keys, SKIP=first is not None)
+        return Given(**(self.given | {"ranges": ranges, "first": first})), sizes, Flags(*map(tl.constexpr, flags))
 
     def _sizes(self) -> dict[str, int]:
         names = ("table", "curve", "profile")
@@ -298,13 +315,15 @@ class _Launch:
             found["d_mixes"] = call.q.new_zeros(*shape, flags.PROFILES, dtype=torch.float32)
         return KeyGradients(**found)
 
-    def _term_gradients(self, up: Upstream, of_rows: RowGradients, of_keys: KeyGradients) -> dict[str, Tensor]:
+    def _term_gradients(
+        self, up: Upstream, of_rows: RowGradients, of_keys: KeyGradients, firsts: bounds.Firsts | None
+    ) -> dict[str, Tensor]:
         """Those of the bias that are learned."""
         terms = self.terms
         found: dict[str, Any] = {}
         if terms.tables and any(table.table.requires_grad for _, table in terms.tables):
             if self.offsets[0]:
-                found |= self._table_gradients(up)
+                found |= self._table_gradients(up, firsts)
             else:
                 name, table = terms.tables[0]
                 found[f"{name}.table"] = self._entries(up, 0, table.table.shape[1]).sum(0)
@@ -341,13 +360,13 @@ class _Launch:
         sums = call.q.new_zeros(call.batch, call.heads, *profiles, length, dtype=torch.float32)
         if call.q.numel() and call.keys:
             tile = self._tile("entries")
-            given, sizes, flags = self._arguments(tile)
+            given, sizes, flags = self._arguments(tile, None)
             extra = {"F": flags, "WHICH": which, "PROFILES": _power_of_2(*profiles) if which == 2 else 1}
             grid = triton.cdiv(length, ENTRIES), call.batch * call.heads
             entries_kernel[grid](given, sizes, up, sums, length, **extra, **_options(tile))
         return sums
 
-    def _table_gradients(self, up: Upstream) -> dict[str, Tensor]:
+    def _table_gradients(self, up: Upstream, firsts: bounds.Firsts | None) -> dict[str, Tensor]:
         """Those of tables that follow the slots."""
         call, start = self.call, int(self.call.layout.start)
         tile = self._tile("bands")
@@ -359,7 +378,7 @@ class _Launch:
         count = max(row_blocks - lowest, 0)
         sums = call.q.new_zeros(call.batch, call.heads, count, 2, size, dtype=torch.float32)
         if sums.numel() and call.keys:
-            given, sizes, flags = self._arguments(tile)
+            given, sizes, flags = self._arguments(tile, firsts)
             bands_kernel[count, call.batch * call.heads](given, sizes, up, sums, lowest, F=flags, **_options(tile))
         # From row - column = (lowest - 1) size on.
         near, before = (x.flatten(2) for x in sums.unbind(3))

@@ -1,0 +1,90 @@
+"""`lengthwise info --prove`, on the CPU: the block of Markdown that users of GPUs paste into an issue."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lengthwise.attention import BACKENDS, prove
+from lengthwise.attention.info import CALLS
+from lengthwise.cli import main
+from lengthwise.options import CommandFailed
+
+REPORTS = Path(__file__).parents[1] / "docs/gpu"
+
+
+def test_a_quick_proof_on_the_cpu_is_one_whole_block(capsys):
+    main(["info", "--prove", "--quick"])
+    text = capsys.readouterr().out
+    assert prove.is_whole(text)
+    assert not prove.is_whole(text.replace("float32", "float16"))
+    assert all(f"| {kind} |" in text for kind in CALLS)
+    assert all(name in text for name in BACKENDS)
+    assert "WRONG" not in text
+    assert "FAILED" not in text
+    assert "| bits" not in text
+    assert "| 128 | levels | row_block |" in text
+    assert "- flex: FlexAttention has no backward pass on the CPU" in text
+
+
+EXTENT = prove.Extent((5,), 3, (), 1, 8, 0.01)
+
+
+def laws(name: str) -> str:
+    """What the report says of a backend without a bias."""
+    lines = list(prove._laws(torch.device("cpu"), EXTENT))
+    header = next(line for line in lines if line.startswith("| |")).split("|")
+    row = next(line for line in lines if line.startswith("| no bias |")).split("|")
+    return row[[cell.strip() for cell in header].index(name)].strip()
+
+
+def test_a_proof_shows_what_is_wrong(monkeypatch):
+    assert "e-0" in laws("sdpa")
+    plain = BACKENDS["sdpa"].run
+
+    def wrong(call, plan):
+        out, lse = plain(call, plan)
+        return 1.01 * out, lse
+
+    monkeypatch.setattr(BACKENDS["sdpa"], "run", wrong)
+    assert laws("sdpa").startswith("WRONG 1e-02")
+
+    def restless(call, plan):
+        out, lse = plain(call, plan)
+        return out * (1 + 1e-7 * torch.rand(out.shape)), lse
+
+    monkeypatch.setattr(BACKENDS["sdpa"], "run", restless)
+    assert laws("sdpa").startswith("bits")
+
+    def not_finite(call, plan):
+        out, lse = plain(call, plan)
+        return out / 0, lse
+
+    monkeypatch.setattr(BACKENDS["sdpa"], "run", not_finite)
+    assert laws("sdpa").startswith("NOT FINITE")
+
+    def broken(call, plan):
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(BACKENDS["sdpa"], "run", broken)
+    assert laws("sdpa").startswith("FAILED")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--prove", "--device", "cuda"], "CUDA is not available here"),
+        (["--prove", "--device", "tpu"], "--device must be 'cpu'"),
+        (["--quick"], "--quick must be with --prove"),
+        (["--device", "cpu"], "--device must be with --prove"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_what_cannot_be_proved_is_one_line(arguments, words):
+    with pytest.raises(CommandFailed, match=words):
+        main(["info", *arguments])
+
+
+def test_the_reports_that_are_kept_are_as_they_were_printed():
+    for file in REPORTS.glob("*.md"):
+        assert file.name == "README.md" or prove.is_whole(file.read_text()), file
