@@ -151,7 +151,9 @@ def make_case(encoding: str, kind: str) -> type[unittest.TestCase]:
     modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES["lengthwise_encoder"] = classifier
     config_class, classes = KINDS[kind]
 
-    class CommonTest(common.ModelTesterMixin, common.GenerationTesterMixin, unittest.TestCase):
+    generation = (common.GenerationTesterMixin,) if config_class.causal else ()
+
+    class CommonTest(common.ModelTesterMixin, *generation, unittest.TestCase):
         all_model_classes = classes
         test_can_init_all_missing_weights_before_2023 = True
 

@@ -112,6 +112,14 @@ def test_options_that_cannot_be_are_named(options, message):
         dry_run(TrainConfig(**options))
 
 
+def test_a_run_that_is_older_than_an_option_can_be_resumed(tmp_path):
+    config = small_config(tmp_path).resolved()
+    older = {name: value for name, value in config.stored().items() if name not in ("objective", "mask_rate")}
+    config.check_resumes(older)
+    with pytest.raises(ValueError, match="objective: 'causal' then, 'mlm' now"):
+        dataclasses.replace(config, objective="mlm").check_resumes(older)
+
+
 def test_a_tokenizer_of_somebody_else_must_bring_its_mask_token(tmp_path):
     load_tokenizer("bytes").save_pretrained(tmp_path / "plain")
     with pytest.raises(ValueError, match=r"needs a tokenizer with a mask token, got that of .*plain"):

@@ -67,8 +67,11 @@ def refuse_pickles(name: Any, *, requested: bool = False) -> None:
 
 
 def checked_loading(name: Any, info: dict[str, Any]) -> None:
-    """An error unless every weight was found, of the right shape, and none was left over, but for the head's."""
-    for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+    """An error unless every weight was found and none was left over, but for the head's.
+
+    Shapes that differ are refused by transformers itself, unless ignore_mismatched_sizes asks for them.
+    """
+    for fault in ("missing_keys", "unexpected_keys"):
         if found := sorted(key for key in map(str, info.get(fault, ())) if not key.startswith(HEADS)):
             raise ValueError(
                 f"the weights of {name} must fit the model; there are {fault.replace('_', ' ')}: "

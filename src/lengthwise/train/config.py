@@ -328,6 +328,8 @@ class ResolvedTrainConfig(Recipe, TrainConfig):
                 "Lengthwise that started it"
             )
         now = self.stored()
+        # Options that are younger than the run had their default.
+        stored = {field.name: field.default for field in dataclasses.fields(TrainConfig)} | stored
         changed = sorted(
             name for name in now.keys() | stored.keys() if name not in MAY_CHANGE and now.get(name) != stored.get(name)
         )
