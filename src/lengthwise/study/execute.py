@@ -87,6 +87,8 @@ def run_study(config: StudyConfig) -> str:
         for run in runs:
             progress.training_done(run)
         every = results(config, runs, evaluator, missing, before + time.monotonic() - began, progress)
+        for run in runs:
+            progress.measuring_done(run)
     write_atomic(out / SECONDS, json.dumps({"seconds": every.seconds}))
     lines = [every.table.text()] if every.table is not None else []
     lines += [f"{name} is missing: {reason}" for name, reason in every.missing.items()]
@@ -125,8 +127,6 @@ def results(
                 undrawn |= evaluator.draw(run)
             if config.upload is not None and run.run is not None:
                 log.info("%s is at %s", run.name, upload_run(run.run, config.upload))
-            progress.measuring_done(run)
-        elif run.name in missing:
             progress.measuring_done(run)
     table = LengthTable(scores, rows=rows) if scores else None
     outcomes = {run.name: outcome for run in runs if (outcome := read_outcome(out, run)) is not None}
