@@ -103,6 +103,8 @@ def run_study(config: StudyConfig) -> str:
         for run in (*runs, *later):
             progress.training_done(run)
         every = results(config, runs, later, evaluator, missing, before + time.monotonic() - began, progress)
+        for run in (*runs, *later):
+            progress.measuring_done(run)
     write_atomic(out / SECONDS, json.dumps({"seconds": every.seconds}))
     lines = [every.table.text()] if every.table is not None else []
     lines += [every.retrieval_table.text()] if every.retrieval_table is not None else []
@@ -144,8 +146,6 @@ def results(
                 undrawn |= evaluator.draw(run)
             if config.upload is not None and run.run is not None:
                 log.info("%s is at %s", run.name, upload_run(run.run, config.upload))
-            progress.measuring_done(run)
-        elif run.name in missing:
             progress.measuring_done(run)
     for run in (run for run in later if run.is_finished):
         progress.start(f"retrieving with {run.name}")

@@ -28,11 +28,14 @@ class RayEngine(Engine):
         self.began = not ray.is_initialized()
         if self.began:
             # A local cluster has room for as many runs as are wanted at a time, whatever the cores.
-            room = {"num_cpus": (config.jobs or 1) * self.cpus} if config.address is None and config.jobs else {}
-            ray.init(address=config.address, log_to_driver=False, configure_logging=False, **room)
-        self.task: Any = ray.remote(train_to_end).options(
+            local: dict[str, Any] = {"include_dashboard": False} if config.address is None else {}
+            if config.address is None and config.jobs is not None:
+                local["num_cpus"] = config.jobs * self.cpus
+            ray.init(address=config.address, log_to_driver=False, configure_logging=False, **local)
+        # A worker of its own for each run.
+        self.task: Any = ray.remote(
             num_cpus=self.cpus, num_gpus=config.gpus or 0, max_retries=config.retries, max_calls=1
-        )
+        )(train_to_end)
 
     def start(self, run: StudyRun, log: Path) -> TrainingJob:
         """Wait for room, then train."""
