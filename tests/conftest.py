@@ -4,10 +4,15 @@ Tests that run over all encodings are many. Of encodings that take the road of a
 `make test` runs the laws under "auto"; under the other backends, and in models, `make prove` runs them.
 """
 
+import os
+
 import pytest
 import torch
 
 torch.set_num_threads(1)
+
+# It is for a process of its own, in which kernels are interpreted; else it would be read for its doctests.
+collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["triton_interpreted.py"]
 
 SAME_KERNELS = {
     *("carope", "fope", "grape-a", "grape-m", "grape-m-ctx", "hope", "path", "pope", "repo", "selective-rope", "xpos"),

@@ -144,6 +144,7 @@ def test_a_value_of_another_type_is_one_line_with_the_option_and_the_value(comma
 
 
 NONSENSE = {
+    "info": {"--device": "x"},
     "export": {"--out": "/dev/null/x"},
     "show": {
         **{
@@ -195,6 +196,7 @@ def small_run(tmp_path_factory):
     training += ["--steps", "1", "--out", str(folder / "out")]
     model = str(folder / "model")
     return {
+        "info": ["--prove", "--quick"],
         "export": [model],
         "show": [model, "--length", "8"],
         "train": training,
@@ -281,7 +283,7 @@ def test_a_run_whose_config_is_damaged_is_not_resumed(tmp_path, capsys):
 
 
 def test_an_interrupted_command_ends_with_the_exit_code_of_shells_and_no_traceback(monkeypatch, capsys):
-    def interrupted():
+    def interrupted(**options):
         raise KeyboardInterrupt
 
     monkeypatch.setitem(COMMANDS, "info", COMMANDS["info"]._replace(run=interrupted))

@@ -51,6 +51,7 @@ def test_a_folder_that_is_not_shared_is_found_before_training_starts(tmp_path):
 @pytest.mark.parametrize(("engine", "package"), [("ray", "ray"), ("slurm", "submitit")])
 def test_a_missing_package_is_named_by_its_extra(tmp_path, monkeypatch, capsys, engine, package):
     monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"lengthwise.study.{engine}_engine", raising=False)
     config = small(tmp_path)
     words = ["study", "--engine", engine, "--out", config.out, "--encodings", "alibi", "--data", config.training.data]
     with pytest.raises(SystemExit) as end:

@@ -283,7 +283,7 @@ def test_a_part_that_is_missing_is_named():
 
 def test_a_function_is_rebuilt_by_its_registered_name():
     bias = described_things()["FunctionBias"]
-    assert bias.static() == {"function": name_of(product)}
+    assert bias.static() == {"function": name_of(product), "sides": "qk"}
     with pytest.raises(ValueError, match="unknown function 'nowhere"):
         rebuild("FunctionBias", bias.tensors(), {"function": "nowhere.nothing"})
 

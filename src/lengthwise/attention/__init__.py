@@ -104,7 +104,7 @@ def attend(
         "logit_scale": logit_scale,
         "sink": sink,
     }
-    if layout is not None and layout.ring is not None:
+    if isinstance(layout, TokenLayout) and layout.ring is not None:
         spread: Tensor | tuple[Tensor, Tensor] = layout.ring.attend(
             q, k, v, **options, return_lse=return_lse, backend=backend
         )

@@ -49,7 +49,8 @@ def wilson(successes: int, count: int) -> Interval:
         share + z * z / (2 * count),
         z * math.sqrt(share * (1 - share) / count + (z / count) ** 2 / 4),
     )
-    return Interval(*((middle + side * spread) / (1 + z * z / count) for side in (-1, 1)))
+    # In exact numbers both ends are shares; rounding must not take them out of 0 to 1.
+    return Interval(*(min(1.0, max(0.0, (middle + side * spread) / (1 + z * z / count))) for side in (-1, 1)))
 
 
 class Holds(NamedTuple):

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import cycle, islice
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -22,6 +22,8 @@ from lengthwise.encodings.base import Hook
 from lengthwise.encodings.registry import build, find
 from lengthwise.errors import OptionError, check_choice, check_int, check_number
 from lengthwise.model.schedule import LayerSpec, parse_layer, parse_layers, split_embedding
+
+C = TypeVar("C", bound="LengthwiseConfig")
 
 PRESETS = {
     "nano": {"n_layer": 4, "n_head": 12, "n_embd": 192},
@@ -139,7 +141,7 @@ class LengthwiseConfig(PreTrainedConfig):
         return stored
 
     @classmethod
-    def preset(cls, name: str, **changes: Any) -> Self:
+    def preset(cls: type[C], name: str, **changes: Any) -> C:
         """A size by name, with any field changed.
 
         >>> LengthwiseConfig.preset("nano", encoding="kerple").head_dim
