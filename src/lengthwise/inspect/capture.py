@@ -20,6 +20,7 @@ from lengthwise.errors import check_choice, describe
 from lengthwise.inspect.scores import verify
 from lengthwise.model.families import AttentionRecord, Family, family_of
 from lengthwise.model.families.base import OnRecord
+from lengthwise.model.families.layers import evaluating
 
 Layers = int | Sequence[int] | Literal["all"]
 
@@ -74,7 +75,7 @@ def run_captured(
 ) -> None:
     """One forward pass, captured; an error if that changes the model's output."""
     model = uncompiled(model)
-    with torch.inference_mode(False), torch.no_grad(), _eval_mode(model):
+    with torch.inference_mode(False), torch.no_grad(), evaluating(model):
         expected = _run(model, inputs) if family_of(model).reroutes else None
         with capture_attention(model, on_record, layers=layers, part=part):
             output = _run(model, inputs)
@@ -135,15 +136,3 @@ def _run(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
     body: nn.Module = getattr(model, "base_model", model)
     options = {"use_cache": False} if "use_cache" in signature(body.forward).parameters else {}
     return body(**inputs, **options)[0]
-
-
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    """Without dropout, and as it was afterwards."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
