@@ -523,3 +523,14 @@ def test_inductor_trains_every_encoding_as_eager_does(case):
     )
     # Loud weights make eager's own rounding large in some encodings: a graph may lose twice that.
     assert compiled <= max(RELATIVE * scale, 2 * eager)
+
+
+def test_a_layout_takes_the_place_of_mask_and_positions_and_makes_no_cache():
+    config = LengthwiseConfig(encoding="alibi", vocab_size=11, n_layer=1, n_head=2, n_embd=8, n_positions=8)
+    model = LengthwiseForCausalLM(config).transformer.eval()
+    ids = torch.arange(6)[None]
+    out = model(ids, layout=lw.layout(6))
+    assert torch.equal(out.last_hidden_state, model(ids, use_cache=False).last_hidden_state)
+    assert out.past_key_values is None
+    with pytest.raises(ValueError, match="a layout must be without attention_mask"):
+        model(ids, layout=lw.layout(6), attention_mask=torch.ones_like(ids))

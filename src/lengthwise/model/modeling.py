@@ -427,7 +427,8 @@ class LengthwiseModel(LengthwiseTransformer):
         """
         tokens = checked_input(input_ids, inputs_embeds)
         if use_cache is None:
-            use_cache = self.config.use_cache and (past_key_values is not None or not self.training)
+            wanted = past_key_values is not None or not self.training
+            use_cache = self.config.use_cache and wanted and layout is None
         if use_cache and self.is_checkpointing:
             logger.warning_once("a cache is of no use under gradient checkpointing and is left out")
             use_cache = False
