@@ -39,9 +39,9 @@ def ratio_to_best(ours: Job, others: dict[str, Job], rounds: int, limit: float) 
     return row | {"verdict": against_limit(row, limit)}
 
 
-def check_close(found: torch.Tensor, expected: torch.Tensor, label: str, of_largest: float = 1e-5) -> None:
+def check_close(ours: torch.Tensor, expected: torch.Tensor, label: str, of_largest: float = 1e-5) -> None:
     """An error unless rivals compute the same."""
-    off = float((found - expected).abs().max() / expected.abs().max())
+    off = float((ours - expected).abs().max() / expected.abs().max())
     if not off <= of_largest:
         raise AssertionError(f"{label}: the rivals differ by {off:.1e} of the largest, more than {of_largest:.0e}")
 

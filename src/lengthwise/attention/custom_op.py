@@ -3,7 +3,7 @@
 A compiled or exported graph shows each as one node, so what is inside may look at the data. A call goes through them
 taken apart: its tensors in a list, its integers in another, because a graph with open lengths does not know them, and
 the names of both with all that is plain in one string of JSON. Beside the call go notes, integers by name that the
-backend's plan found out. Their first derivative is all there is; a second one is refused.
+backend's plan worked out. Their first derivative is all there is; a second one is refused.
 """
 
 import json
@@ -39,7 +39,7 @@ class Parts(NamedTuple):
 
 
 Notes = Mapping[str, int]
-"""What a plan found out beside the call."""
+"""What a plan worked out beside the call."""
 
 Forward = Callable[[AttentionCall, Notes], tuple[Tensor, Tensor]]
 """The output and the log-sum-exp, in float32 or better."""

@@ -237,27 +237,27 @@ class _Launch:
 
     def _tensors(self) -> dict[str, Tensor]:
         call, terms = self.call, self.terms
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name in ("logit_scale", "sink"):
             if (extra := getattr(call, name)) is not None:
-                found[name] = _spread(extra, *self.shape)
+                tensors[name] = _spread(extra, *self.shape)
         if terms.tables and self.offsets[0]:
             strips = [self._strip(table, own) for (_, table), own in zip(terms.tables, self.offsets, strict=True)]
-            found["table"] = (sum(strips[1:], strips[0]) * LOG2E).contiguous()
+            tensors["table"] = (sum(strips[1:], strips[0]) * LOG2E).contiguous()
         elif terms.tables:
             table = terms.tables[0][1]
-            found["table"] = _spread(table.table, call.heads, -1) * LOG2E
-            found |= self._positions("table", table)
+            tensors["table"] = _spread(table.table, call.heads, -1) * LOG2E
+            tensors |= self._positions("table", table)
         if terms.level is not None:
-            found |= self._level(terms.level[1].summed())
+            tensors |= self._level(terms.level[1].summed())
         if terms.line is not None:
-            found |= self._line(terms.line[1])
+            tensors |= self._line(terms.line[1])
         if terms.profile is not None:
             profile = terms.profile[1]
-            found["mixes"] = _spread(profile.rows, call.batch, call.heads, -1, -1) * LOG2E
-            found["profiles"] = _spread(profile.profiles, call.heads, -1, -1)
-            found |= self._positions("profile", profile)
-        return found
+            tensors["mixes"] = _spread(profile.rows, call.batch, call.heads, -1, -1) * LOG2E
+            tensors["profiles"] = _spread(profile.profiles, call.heads, -1, -1)
+            tensors |= self._positions("profile", profile)
+        return tensors
 
     def _positions(self, name: str, bias: DistanceBias | QueryDistanceBias) -> dict[str, Tensor]:
         sides = {f"{name}_query": bias.query, f"{name}_key": bias.key}
@@ -271,87 +271,87 @@ class _Launch:
         return torch.stack([table[:, (apart + offset).clamp(0, table.shape[1] - 1)] for offset in offsets])
 
     def _level(self, bias: LevelBias) -> dict[str, Tensor]:
-        found = {}
+        tensors = {}
         for side, count in (("query", self.call.queries), ("key", self.call.keys)):
             level, rest = getattr(bias, f"{side}_level"), getattr(bias, f"{side}_rest")
             high, low = two_floats(level.detach()) if rest is None else (level, rest)
-            found[f"{side}_level"] = _spread(high, *self.shape[:2], count)
-            found[f"{side}_rest"] = _spread(low, *self.shape[:2], count)
-        found["slope"] = _spread(bias.slope, *self.shape) * LOG2E
-        return found
+            tensors[f"{side}_level"] = _spread(high, *self.shape[:2], count)
+            tensors[f"{side}_rest"] = _spread(low, *self.shape[:2], count)
+        tensors["slope"] = _spread(bias.slope, *self.shape) * LOG2E
+        return tensors
 
     def _line(self, bias: LineBias) -> dict[str, Tensor]:
         heads = self.call.heads
-        found = {
+        tensors = {
             "curve": _spread(bias.curve.table, 1, -1),
             "factor": _spread(bias.factor, self.call.batch, -1),
             "knots": _spread(bias.knots, -1),
             "line_slope": _spread(bias.slope, heads, -1) * LOG2E,
             "line_start": _spread(bias.intercept, heads, -1) * LOG2E,
         }
-        return found | self._positions("curve", bias.curve)
+        return tensors | self._positions("curve", bias.curve)
 
     def _row_gradients(self, blocks: int) -> RowGradients:
         call, flags = self.call, self.flags
         wanted = {"d_logit": flags.LOGIT, "d_slope": flags.LEVEL, "d_level": flags.LEVEL, "d_factor": flags.LINE}
-        found: dict[str, Any] = dict.fromkeys(RowGradients._fields)
-        found |= {name: call.q.new_zeros(self.shape, dtype=torch.float32) for name, is_on in wanted.items() if is_on}
+        tensors: dict[str, Any] = dict.fromkeys(RowGradients._fields)
+        tensors |= {name: call.q.new_zeros(self.shape, dtype=torch.float32) for name, is_on in wanted.items() if is_on}
         if flags.LINE:
             shape = (call.batch * call.heads, blocks, flags.LINES)
-            found |= {name: call.q.new_zeros(shape, dtype=torch.float32) for name in ("d_line_slope", "d_line_start")}
+            tensors |= {name: call.q.new_zeros(shape, dtype=torch.float32) for name in ("d_line_slope", "d_line_start")}
         if flags.PROFILE == OF_QUERIES:
-            found["d_mixes"] = call.q.new_zeros(*self.shape, flags.PROFILES, dtype=torch.float32)
-        found["d_q"] = call.q.new_zeros(call.q.shape)
-        return RowGradients(**found)
+            tensors["d_mixes"] = call.q.new_zeros(*self.shape, flags.PROFILES, dtype=torch.float32)
+        tensors["d_q"] = call.q.new_zeros(call.q.shape)
+        return RowGradients(**tensors)
 
     def _key_gradients(self) -> KeyGradients:
         call, flags = self.call, self.flags
         shape = (call.batch, call.heads, call.keys)
-        found: dict[str, Any] = dict.fromkeys(KeyGradients._fields)
-        found |= {"d_k": call.k.new_zeros(call.k.shape), "d_v": call.v.new_zeros(call.v.shape)}
+        tensors: dict[str, Any] = dict.fromkeys(KeyGradients._fields)
+        tensors |= {"d_k": call.k.new_zeros(call.k.shape), "d_v": call.v.new_zeros(call.v.shape)}
         if flags.LEVEL:
-            found["d_level"] = call.q.new_zeros(shape, dtype=torch.float32)
+            tensors["d_level"] = call.q.new_zeros(shape, dtype=torch.float32)
         if flags.PROFILE == OF_KEYS:
-            found["d_mixes"] = call.q.new_zeros(*shape, flags.PROFILES, dtype=torch.float32)
-        return KeyGradients(**found)
+            tensors["d_mixes"] = call.q.new_zeros(*shape, flags.PROFILES, dtype=torch.float32)
+        return KeyGradients(**tensors)
 
     def _term_gradients(
         self, up: Upstream, of_rows: RowGradients, of_keys: KeyGradients, firsts: bounds.Firsts | None
     ) -> dict[str, Tensor]:
         """Those of the bias that are learned."""
         terms = self.terms
-        found: dict[str, Any] = {}
+        tensors: dict[str, Any] = {}
         if terms.tables and any(table.table.requires_grad for _, table in terms.tables):
             if self.offsets[0]:
-                found |= self._table_gradients(up, firsts)
+                tensors |= self._table_gradients(up, firsts)
             else:
                 name, table = terms.tables[0]
-                found[f"{name}.table"] = self._entries(up, 0, table.table.shape[1]).sum(0)
+                tensors[f"{name}.table"] = self._entries(up, 0, table.table.shape[1]).sum(0)
         if terms.level is not None:
             name, bias = terms.level
             own: dict[str, Any] = {"query_level": of_rows.d_level, "key_level": of_keys.d_level}
             # A level's rest moves the difference as the level does; an operator's results must not be one tensor.
             own |= {"query_rest": own["query_level"].clone(), "key_rest": own["key_level"].clone()}
             own["slope"] = of_rows.d_slope
-            found |= {f"{name}.{part}": x for part, x in own.items() if getattr(bias, part) is not None}
+            tensors |= {f"{name}.{part}": x for part, x in own.items() if getattr(bias, part) is not None}
         if terms.line is not None:
             name, line = terms.line
             assert of_rows.d_factor is not None
-            found[f"{name}.factor"] = of_rows.d_factor.sum(1)
-            found[f"{name}.knots"] = torch.zeros_like(line.knots)
+            tensors[f"{name}.factor"] = of_rows.d_factor.sum(1)
+            tensors[f"{name}.knots"] = torch.zeros_like(line.knots)
             for part, x in (("slope", of_rows.d_line_slope), ("intercept", of_rows.d_line_start)):
                 assert x is not None
-                found[f"{name}.{part}"] = x.sum(1).unflatten(0, self.shape[:2]).sum(0)
+                tensors[f"{name}.{part}"] = x.sum(1).unflatten(0, self.shape[:2]).sum(0)
             if line.curve.table.requires_grad:
-                found[f"{name}.curve.table"] = self._entries(up, 1, line.curve.table.shape[1]).sum(0)
+                tensors[f"{name}.curve.table"] = self._entries(up, 1, line.curve.table.shape[1]).sum(0)
         if terms.profile is not None:
             name, profile = terms.profile
             mixes = of_rows.d_mixes if profile.side == "query" else of_keys.d_mixes
             assert mixes is not None
-            found[f"{name}.rows"] = mixes
+            tensors[f"{name}.rows"] = mixes
             if profile.profiles.requires_grad:
-                found[f"{name}.profiles"] = self._entries(up, 2, profile.profiles.shape[2]).sum(0)
-        return found
+                tensors[f"{name}.profiles"] = self._entries(up, 2, profile.profiles.shape[2]).sum(0)
+        return tensors
 
     def _entries(self, up: Upstream, which: int, length: int) -> Float[Tensor, "batch head *profile entry"]:
         """The gradient of a table, a curve or profiles, for every sequence and head."""
@@ -451,12 +451,12 @@ def _masks(call: AttentionCall) -> dict[str, Tensor]:
     window = FAR if visibility.window is None else min(visibility.window, FAR)
     nearest = 0 if visibility.is_causal else 1 - window
     slot = layout.start if isinstance(layout.start, Tensor) else torch.full((), layout.start, device=call.q.device)
-    found = {"bounds": torch.stack([nearest - slot, torch.full_like(slot, window - nearest)]).int()}
+    tensors = {"bounds": torch.stack([nearest - slot, torch.full_like(slot, window - nearest)]).int()}
     if layout.query_documents is not None and layout.key_documents is not None:
         for name in ("query_documents", "key_documents"):
-            found[name] = getattr(layout, name).expand(call.batch, -1).contiguous()
+            tensors[name] = getattr(layout, name).expand(call.batch, -1).contiguous()
     if layout.key_mask is not None:
-        found["key_mask"] = layout.key_mask.expand(call.batch, -1).to(torch.int8).contiguous()
+        tensors["key_mask"] = layout.key_mask.expand(call.batch, -1).to(torch.int8).contiguous()
     if visibility.bands:
         query, key = (x.expand(call.batch, -1) for x in layout.indices())
         parts: dict[str, list[Tensor]] = {"band_low": [], "band_high": [], "band_key": []}
@@ -465,8 +465,8 @@ def _masks(call: AttentionCall) -> dict[str, Tensor]:
             parts["band_low"].append(torch.full_like(own, -FAR) if band.farthest is None else own - band.farthest)
             parts["band_high"].append(own - band.nearest)
             parts["band_key"].append(other if band.first is None else other.where(key < band.first, FAR))
-        found |= {name: torch.stack(x).clamp(-FAR, FAR).int().contiguous() for name, x in parts.items()}
-    return found
+        tensors |= {name: torch.stack(x).clamp(-FAR, FAR).int().contiguous() for name, x in parts.items()}
+    return tensors
 
 
 def _spread(x: Tensor, *shape: int) -> Tensor:
