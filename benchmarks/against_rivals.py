@@ -17,12 +17,14 @@ from memory import torch_peak
 from paired import FILL, median_interval, spread
 from rivals import RIVALS, check_rival, make_setup, timed_call
 
-import lengthwise as lw
-from lengthwise.attention import BACKENDS, checked_call, choose
+from lengthwise.attention import checked_call, choose, skipped_share
 
 ROUNDS, SLOW_ROUNDS = 20, 5
-EVERY = (*(name for name in lw.ENCODINGS if name not in ("fire", "none", "learned", "sinusoidal")), "fire-512", "fire")
-"""Encodings that act in attention; "fire" is with L beyond the length."""
+EVERY = (
+    *("alibi", "kerple", "kerple-power", "t5", "t5-clamped", "rope", "inkling", "cable", "cable-nw", "k-cable", "fox"),
+    *("cope", "dape", "dapev2", "fire-512", "fire"),
+)
+"""One or more of every kind; "fire" is with L beyond the length, "dape" and "dapev2" over kerple."""
 
 LONG = ("t5-clamped", "kerple", "alibi", "cable", "cable-nw", "fox", "fire-512", "fire")
 CURVES = ("kerple", "fire-512", "alibi", "cable", "cable-nw")
@@ -127,11 +129,9 @@ def described(job: Job) -> dict[str, object]:
     if job.encoding is None:
         call = checked_call(job.last_q, job.k, job.v)
     else:
-        q, k = job.encoding.rotate(job.last_q, job.k, job.place, job.state)
-        call = checked_call(q, k, job.v, layout=job.place, **(job.ready or job.described()))
-    chosen = choose(call)[0]
-    share = getattr(BACKENDS[chosen], "skipped_share", None)
-    return {"backend": chosen, "skipped_share": 0.0 if share is None else share(call)}
+        q, k, given = job.prepared()
+        call = checked_call(q, k, job.v, layout=job.place, **given)
+    return {"backend": choose(call)[0], "skipped_share": skipped_share(call)}
 
 
 def in_turn(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:

@@ -118,7 +118,7 @@ class Job:
         if decoding and self.encoding is not None:
             with torch.no_grad():
                 self.state = self.api.state(self.encoding, self.x, self.q, self.k)
-                self.ready = self.described() if case.mode == "decode-ready" else None
+                self.ready = self._described(self.state) if case.mode == "decode-ready" else None
 
     def call(self) -> object:
         """What is timed."""
@@ -148,12 +148,20 @@ class Job:
     def _out(self) -> Tensor:
         if self.encoding is None:
             return lw.attend(self.last_q, self.k, self.v, **self.last_extra)
-        q, k = self.api.rotate(self.encoding, self.last_q, self.k, self.place, self.state)
-        return self.api.attend(q, k, self.v, self.place, **(self.ready or self.described()))
+        q, k, given = self.prepared()
+        return self.api.attend(q, k, self.v, self.place, **given)
 
-    def described(self) -> dict[str, object]:
+    def prepared(self) -> tuple[Tensor, Tensor, dict[str, object]]:
+        """Queries, keys, and bias and rescore as arguments of `attend`; without a cache the state is computed here."""
+        state = self.state
+        if state is None:
+            state = self.api.state(self.encoding, self.x, self.last_q, self.k)
+        q, k = self.api.rotate(self.encoding, self.last_q, self.k, self.place, state)
+        return q, k, self.ready or self._described(state)
+
+    def _described(self, state: dict[str, Tensor] | None) -> dict[str, object]:
         x, k = self.x[:, -self.rows :], self.k[:, :, -self.rows :]
-        return self.api.described(self.encoding, x, self.place, self.state, self.last_q, k)
+        return self.api.described(self.encoding, x, self.place, state, self.last_q, k)
 
     def _gradients(self, out: Tensor, d_out: Tensor) -> list[Tensor | None]:
         parameters = [] if self.encoding is None else list(self.encoding.parameters())

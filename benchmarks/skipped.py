@@ -6,34 +6,12 @@ On a text that the model reads beyond its training length, where encodings that 
 import argparse
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from certificate import certificate
 
-from lengthwise.attention import attend, checked_call
-from lengthwise.attention.native import skipped_share
+from lengthwise.inspect.skipping import skipped_shares
 from lengthwise.loading import load_model, sample_tokens
-from lengthwise.model import attention
-
-
-@contextmanager
-def shares() -> Iterator[list[float]]:
-    """The share of every call of attention of our models, in order."""
-    found: list[float] = []
-
-    def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: object) -> object:
-        options = {name: value for name, value in given.items() if name != "backend"}
-        found.append(skipped_share(checked_call(q, k, v, **options)))
-        return attend(q, k, v, **given)
-
-    attention.attend = watched
-    try:
-        yield found
-    finally:
-        attention.attend = attend
 
 
 def main() -> None:
@@ -47,12 +25,11 @@ def main() -> None:
     for source in options.runs:
         loaded = load_model(source)
         sample = sample_tokens(loaded, length=options.length, seed=0)
-        with torch.no_grad(), shares() as found:
-            loaded.model(sample.ids)
+        shares = skipped_shares(loaded.model, sample.ids)
         encoding = loaded.model.config.encoding
-        row = {"run": loaded.name, "encoding": encoding, "length": options.length, "by_layer": found, "born": born}
-        lines.append(json.dumps(row | {"skipped_share": sum(found) / len(found)}))
-        print(f"{loaded.name:24} {sum(found) / len(found):6.1%}   by layer {', '.join(f'{x:.0%}' for x in found)}")
+        row = {"run": loaded.name, "encoding": encoding, "length": options.length, "by_layer": shares, "born": born}
+        lines.append(json.dumps(row | {"skipped_share": sum(shares) / len(shares)}))
+        print(f"{loaded.name:24} {sum(shares) / len(shares):6.1%}   by layer {', '.join(f'{x:.0%}' for x in shares)}")
     options.out.write_text("\n".join(lines) + "\n")
 
 

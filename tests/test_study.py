@@ -108,12 +108,20 @@ def test_a_study_writes_one_report_that_opens_offline_and_never_repeats_what_is_
     assert not re.search(r"<script|https?://|<link", page)
     assert "<h1>Crows &lt;b&gt;</h1>" in page
     assert re.search("learned at 64: .*ends at 32", page)
-    for words in ("lengthwise train", "peak memory", "torch", "95 % intervals", "Rise on the same tokens"):
+    for words in (
+        "lengthwise train",
+        "peak memory",
+        "torch",
+        "95 % intervals",
+        "Rise on the same tokens",
+        "Bits per byte",
+    ):
         assert words in page
         assert words in (out / "report.md").read_text()
     found = json.loads((out / "study.json").read_text())
     assert [row["encoding"] for row in found["rows"]] == ["alibi", "learned"]
     assert found["rows"][1]["values"]["64"] is None
+    assert [row[-1] for row in found["speed"]] == ["skipped", "0% at 64", "0% at 32"]
 
     files = [*out.glob("scores/*"), *out.glob("maps/*"), *out.glob("runs/*/metrics.jsonl")]
     before = {path: path.stat().st_mtime_ns for path in files}

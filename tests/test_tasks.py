@@ -1,5 +1,7 @@
 """Tasks: every example is right, of the length that was asked for, and scored as greedy decoding would be."""
 
+from itertools import islice
+
 import pytest
 import torch
 from model_kit import loud_model
@@ -154,6 +156,14 @@ def test_lengths_without_an_example_and_beyond_a_table_are_cells_that_say_so():
 def test_bad_input_is_refused_in_three_parts(arguments, words):
     with pytest.raises(ValueError, match=words):
         examples(arguments.pop("name"), **arguments)
+
+
+def test_all_tasks_are_one_source_that_has_each_in_turn():
+    some = list(islice(documents("task:all:128", "train"), 3 * len(TASKS)))
+    assert max(map(len, some)) <= 128
+    starts = [next((name for name in TASKS if text.startswith(f"{name}:")), None) for text in some]
+    assert starts == 3 * [name if name not in {"induction", "passkey"} else None for name in TASKS]
+    assert all(" The key is " in f" {text}" for text in some[list(TASKS).index("passkey") :: len(TASKS)])
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,14 @@
 
 An example is a prompt and the one right answer. `length` is the number of characters of both together, reached as
 nearly as the task's form allows and never exceeded; with the tokenizer "bytes" a character is a token. As a source of
-training data "task:copy" has examples up to 128 characters, "task:copy:512" up to 512.
+training data "task:copy" has examples up to 128 characters, "task:copy:512" up to 512, "task:all" those of every task.
 """
 
 import hashlib
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, cycle, islice
 from string import ascii_lowercase
 
 from lengthwise.errors import check_int
@@ -34,6 +34,8 @@ FILLER = (
     "Here we go. ",
     "There and back again. ",
 )
+ALL_TASKS = "all"
+"""The name of the source that has every task."""
 DIGITS = 5
 """How long a passkey is."""
 
@@ -98,8 +100,8 @@ def _recall(rng: random.Random, length: int, depth: float | None) -> Example:
     names = [_spelled(number, letters) for number in rng.sample(range(len(ascii_lowercase) ** letters), pairs)]
     values = rng.choices("0123456789", k=pairs)
     place = round(depth * (pairs - 1))
-    told = " ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
-    return Example(f"recall:{told}?{names[place]}=", values[place], depth)
+    listed = " ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
+    return Example(f"recall:{listed}?{names[place]}=", values[place], depth)
 
 
 def _pairs(length: int, letters: int) -> int:
@@ -158,7 +160,7 @@ def examples(name: str, *, length: int, count: int, seed: int = 0, depth: float 
     check_int("count", count, "It counts examples.")
     check_int(f"the length of {name!r}", length, "It has no shorter example.", least=task.least)
     if depth is not None and not (task.has_depth and 0 <= depth <= 1):
-        depths = [other for other, found in TASKS.items() if found.has_depth]
+        depths = [other for other, its in TASKS.items() if its.has_depth]
         raise ValueError(
             f"depth must be from 0 to 1, and of a task that has one, {' or '.join(map(repr, depths))}, "
             f"got {depth} of {name!r}"
@@ -168,27 +170,30 @@ def examples(name: str, *, length: int, count: int, seed: int = 0, depth: float 
 
 
 class TaskSource:
-    """A task as a source of documents: examples of every length up to the longest, alike often."""
+    """A task, or all of them in turn, as a source of documents: examples of every length up to the longest."""
 
     def __init__(self, spec: str) -> None:
-        """From "copy" or "copy:512"."""
+        """From "copy", "copy:512" or "all:512"."""
         self.name, _, longest = spec.partition(":")
-        self.task = find_task(self.name)
+        self.tasks = list(TASKS.values()) if self.name == ALL_TASKS else [find_task(self.name)]
         if longest and not longest.isdecimal():
             raise ValueError(f"a task must be NAME or NAME:LONGEST, such as 'copy:512', got {spec!r}")
         self.longest = int(longest or LONGEST)
-        check_int(f"the length of {self.name!r}", self.longest, "It has no shorter example.", least=self.task.least)
+        least = max(task.least for task in self.tasks)
+        check_int(f"the length of {self.name!r}", self.longest, "It has no shorter example.", least=least)
 
     def documents(self, split: str) -> Iterator[str]:
         """Prompt and answer of one example after the other."""
         for part in ("train", "held-out") if split == "all" else (split,):
             rng, left = random.Random(f"{self.name} {self.longest} {part}"), CHARACTERS[part]
-            while left > 0:
-                example = self.task.make(rng, rng.randint(self.task.least, self.longest), None)
+            for task in cycle(self.tasks):
+                example = task.make(rng, rng.randint(task.least, self.longest), None)
                 yield example.prompt + example.answer
                 left -= len(example.prompt) + len(example.answer)
+                if left <= 0:
+                    break
 
     def fingerprint(self) -> str:
         """The name, the longest length, and a sample of what is made today."""
-        sample = next(self.documents("train"))
+        sample = "".join(islice(self.documents("train"), len(self.tasks)))
         return hashlib.sha256(f"{self.name} {self.longest} {CHARACTERS} {sample}".encode()).hexdigest()

@@ -26,6 +26,7 @@ __all__ = [
     "merge",
     "preference",
     "run",
+    "skipped_share",
     "skipping",
 ]
 
@@ -164,6 +165,13 @@ def choose(call: AttentionCall, backend: str = "auto") -> tuple[str, Plan]:
             return name, plan
         refusals[name] = plan
     raise NotImplementedError(_refusal(call, refusals))
+
+
+def skipped_share(call: AttentionCall) -> float:
+    """How much of the work that the masks leave is left out by the backend that takes the call, 0 to 1."""
+    # A rescore reads every score.
+    share = None if call.rescore is not None else getattr(BACKENDS[choose(call)[0]], "skipped_share", None)
+    return 0.0 if share is None else float(share(call))
 
 
 def preference(call: AttentionCall) -> tuple[str, ...]:

@@ -5,6 +5,7 @@
     wikitext-103, fineweb-edu       data sets of the hub that the CABLE paper trains on
     owner/name, owner/name:config   any other data set of the hub, streamed: only its tokens are stored
     task:copy, task:copy:512        examples of a synthetic task, up to 128 characters or the given number
+    task:all, task:all:512          those of every task in turn
 
 A source is split by whole files or rows, and always in the same way: "held-out" is about a twentieth (of a stream, of
 its first 100,000 rows), "train" the rest, "all" both. To choose options without looking at what is reported, "train"
@@ -30,7 +31,7 @@ from pydoc_data.topics import topics
 from typing import Any, Literal, Protocol
 
 from lengthwise.errors import check_choice
-from lengthwise.tasks import TASKS, TaskSource
+from lengthwise.tasks import ALL_TASKS, TASKS, TaskSource
 
 Split = Literal["train", "held-out", "all", "fitting", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "held-out", "all", "fitting", "validation")
@@ -87,8 +88,8 @@ def resolve(source: str | Path) -> Source:
         return HubSource(name)
     raise ValueError(
         f"data must be 'stdlib', a file ({', '.join(FILE_KINDS)}), a folder, {', '.join(map(repr, HUB_PRESETS))}, "
-        f"'owner/name' of a data set on the hub, or 'task:' and one of {', '.join(TASKS)}, got {name!r}, which is none "
-        "of them here"
+        f"'owner/name' of a data set on the hub, or 'task:' and one of {', '.join((*TASKS, ALL_TASKS))}, "
+        f"got {name!r}, which is none of them here"
     )
 
 

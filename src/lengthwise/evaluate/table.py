@@ -76,12 +76,16 @@ class LengthTable:
         if not seeds:
             reasons = [score.refused for score in self._by_cell[name].get(length, []) if score.refused]
             return Cell(math.nan, Interval(math.nan, math.nan), reasons[0] if reasons else "not measured")
-        sums = [score.sums(self.metric) for score in seeds]
-        value = float(np.mean([above.sum() / below.sum() for above, below in sums]))
-        interval = bootstrap(sums)
+        value = self.mean(name, length, self.metric)
+        interval = bootstrap([score.sums(self.metric) for score in seeds])
         if self.metric == "perplexity":
             return Cell(math.exp(min(value, 700)), Interval(*(math.exp(min(end, 700)) for end in interval)))
         return Cell(value, interval)
+
+    def mean(self, name: str, length: int, metric: Metric) -> float:
+        """The mean over seeds, in nats per token for "perplexity", else in bits per byte; NaN without a score."""
+        sums = [score.sums(metric) for score in self.seeds(name, length)]
+        return float(np.mean([above.sum() / below.sum() for above, below in sums])) if sums else math.nan
 
     def difference(self, name: str, other: str, length: int) -> tuple[float, Interval]:
         """How much more one costs than another on the same tokens: nats per token, or bits per byte."""

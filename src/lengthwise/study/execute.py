@@ -23,6 +23,7 @@ import torch
 from lengthwise import __version__
 from lengthwise.data.retrieval import RetrievalSet, check_set, retrieval_set
 from lengthwise.data.sources import resolve
+from lengthwise.encodings import PositionError
 from lengthwise.encodings.registry import find
 from lengthwise.evaluate import LengthTable, Score
 from lengthwise.evaluate.config import ResolvedEvalConfig
@@ -39,6 +40,7 @@ from lengthwise.evaluate.run import Corpora, Measurement, load_for_evaluation
 from lengthwise.evaluate.tasks import TaskScore
 from lengthwise.files import file_hash, write_atomic
 from lengthwise.inspect import position_maps
+from lengthwise.inspect.skipping import skipped_shares
 from lengthwise.loading import LoadedModel, load_tokenizer_of, resolve_device
 from lengthwise.model.stretch import parse_stretch
 from lengthwise.study.config import StudyConfig
@@ -128,13 +130,14 @@ def results(
     rows: dict[str, str] = {}
     tasks: list[TaskScore] = []
     undrawn: dict[str, str] = {}
+    skipped: dict[str, dict[int, float]] = {}
     retrieval: list[RetrievalScore] = []
     missing = dict(missing)
     for run in runs:
         if run.is_finished:
             progress.start(f"measuring {run.name}")
             try:
-                run_scores, run_tasks = evaluator.measure(run)
+                run_scores, run_tasks, skipped[run.name] = evaluator.measure(run)
             except MEASURE_ERRORS as error:
                 log.warning("%s could not be measured: %s", run.name, error)
                 missing[run.name] = f"could not be measured: {error}"
@@ -157,7 +160,7 @@ def results(
         progress.measuring_done(run)
     table = LengthTable(scores, rows=rows) if scores else None
     outcomes = {run.name: outcome for run in (*runs, *later) if (outcome := read_outcome(out, run)) is not None}
-    every = StudyResults(config, runs, table, tasks, outcomes, missing, undrawn, seconds, later, retrieval)
+    every = StudyResults(config, runs, table, tasks, outcomes, missing, undrawn, seconds, later, retrieval, skipped)
     write_report(every, out)
     return every
 
@@ -188,8 +191,8 @@ class RunEvaluator:
         self._loaded: tuple[str, LoadedModel] | None = None
         self.retrieval_set: RetrievalSet | None = None
 
-    def measure(self, run: StudyRun) -> tuple[list[Score], list[TaskScore]]:
-        """The scores of a finished run."""
+    def measure(self, run: StudyRun) -> tuple[list[Score], list[TaskScore], dict[int, float]]:
+        """The scores of a finished run, and how much of attention's work is skipped by length."""
         key, path = self.key(run), self.out / "scores" / f"{run.name}.json"
         content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         if content.get("key") != key:
@@ -200,10 +203,24 @@ class RunEvaluator:
                 "key": key,
                 "scores": [dataclasses.asdict(score) for score in scores],
                 "tasks": [dataclasses.asdict(score) for score in tasks],
+                "skipped": self.skipped(run),
             }
             write_atomic(path, json.dumps(content))
             self.picture(run).unlink(missing_ok=True)
-        return [Score.from_json(s) for s in content["scores"]], [TaskScore(**s) for s in content["tasks"]]
+        skipped = {int(length): share for length, share in content.get("skipped", {}).items()}
+        return [Score.from_json(s) for s in content["scores"]], [TaskScore(**s) for s in content["tasks"]], skipped
+
+    def skipped(self, run: StudyRun) -> dict[int, float]:
+        """At the longest length that it takes: how much of attention's work is left out, a mean over layers."""
+        model = self.load(run).model
+        for length in reversed(self.config.lengths):
+            ids = torch.from_numpy(self.corpus(run).middle(length)[None]).to(model.device)
+            try:
+                shares = skipped_shares(model, ids)
+            except PositionError:
+                continue
+            return {length: sum(shares) / len(shares)}
+        return {}
 
     def retrieve(self, run: StudyRun, *, with_bm25: bool) -> list[RetrievalScore]:
         """How a finished contrastive run finds documents at every length; once for a study with BM25 before it."""

@@ -20,6 +20,7 @@ from lengthwise.evaluate.table import format_value, length_figure, markdown, ris
 from lengthwise.evaluate.tasks import task_rows
 from lengthwise.files import write_atomic
 from lengthwise.study.results import StudyResults, origin
+from lengthwise.study.runs import StudyRun
 from lengthwise.views.line_plot import Line, lines_figure
 from lengthwise.views.style import in_few_colours, png
 
@@ -148,6 +149,8 @@ def report_sections(results: StudyResults, out: Path) -> list[Section]:
             Section(f"{metric} by length", table=result_rows(results), pictures=[values]),
             Section("95 % intervals", ["Over documents and seeds."], interval_rows(table)),
         ]
+        if results.metric_name == "perplexity":
+            sections.append(Section("Bits per byte by length", table=byte_rows(table)))
         if rows := difference_rows(table):
             sections.append(Section("Paired differences on the same tokens", ["With 95 % intervals."], rows))
         if rows := paper_rows(results.config.paper, table):
@@ -238,6 +241,16 @@ def interval_rows(table: LengthTable) -> Rows:
         texts = ["-" if c.refused else f"{low} to {high}" for c, (low, high) in zip(cells, ends, strict=True)]
         rows.append([name, *texts])
     return rows
+
+
+def byte_rows(table: LengthTable) -> Rows:
+    """What every cell costs in bits per byte, which no tokenizer changes."""
+
+    def cell(name: str, length: int) -> str:
+        bits = table.mean(name, length, "bits_per_byte")
+        return "-" if math.isnan(bits) else f"{bits:.3f}"
+
+    return [table.rows()[0], *([name, *(cell(name, n) for n in table.lengths)] for name in table.names)]
 
 
 def rise_rows(results: StudyResults) -> Rows:
@@ -349,27 +362,32 @@ def paper_rows(name: str | None, table: LengthTable) -> Rows:
 
 
 def loss_curves(results: StudyResults) -> Picture | None:
-    """The training loss of every run, a mean over a hundredth of its steps at a time."""
+    """The training loss of each encoding, a mean over a hundredth of its steps at a time."""
     lines = []
-    for run in results.runs:
+    for run in first_runs(results):
         metrics = run.run.metrics if run.run is not None else []
         size = max(1, len(metrics) // 100)
         groups = [metrics[i : i + size] for i in range(0, len(metrics), size)]
         if groups:
             losses = [sum(line["loss"] for line in group) / len(group) for group in groups]
-            lines.append(Line(run.name, [group[-1]["step"] for group in groups], losses))
+            lines.append(Line(run.encoding, [group[-1]["step"] for group in groups], losses))
     if not lines:
         return None
     drawing = lines_figure(
         lines, title="Training loss", across="step", up="loss (nats per token)", log=False, lengths=False
     )
-    return Picture(png(drawing), "Mean over a hundredth of the steps at a time.", "losses")
+    seed = f", seed {results.config.seeds[0]}" if len(results.config.seeds) > 1 else ""
+    return Picture(png(drawing), f"Mean over a hundredth of the steps at a time{seed}.", "losses")
+
+
+def first_runs(results: StudyResults) -> list[StudyRun]:
+    """The run of each encoding with the first seed: one picture of each is enough."""
+    return [run for run in results.runs if run.seed == results.config.seeds[0]]
 
 
 def head_maps(results: StudyResults, out: Path) -> list[Picture]:
     """The heads of each encoding's run with the first seed."""
-    first = [run for run in results.runs if run.seed == results.config.seeds[0]]
-    paths = [(run.encoding, out / "maps" / f"{run.name}.png") for run in first]
+    paths = [(run.encoding, out / "maps" / f"{run.name}.png") for run in first_runs(results)]
     return [Picture(path.read_bytes(), encoding) for encoding, path in paths if path.exists()]
 
 

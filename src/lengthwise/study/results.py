@@ -86,6 +86,8 @@ class StudyResults:
     later: list[StudyRun] = field(default_factory=list)
     """The contrastive runs that follow masked ones."""
     retrieval: list[RetrievalScore] = field(default_factory=list)
+    skipped: dict[str, dict[int, float]] = field(default_factory=dict)
+    """By run and length: the share of attention's work that it leaves out."""
 
     @property
     def retrieval_table(self) -> RetrievalTable | None:
@@ -164,8 +166,8 @@ class StudyResults:
         return [name for name in self.table.names if self.gap(name) > UNDER_TRAINED]
 
     def speed_rows(self) -> list[list[str]]:
-        """A heading and a line per run: steps, threads, tokens a second, seconds, peak memory."""
-        rows = [["run", "steps", "threads", "tokens/s", "seconds", "peak memory"]]
+        """A heading and a line per run: steps, threads, tokens a second, seconds, peak memory, work that is skipped."""
+        rows = [["run", "steps", "threads", "tokens/s", "seconds", "peak memory", "skipped"]]
         for run in (*self.runs, *self.later):
             metrics = run.run.metrics if run.run is not None else []
             if not metrics:
@@ -174,7 +176,9 @@ class StudyResults:
             peak = f"{outcome.peak_bytes / 2**20:,.0f} MiB" if outcome is not None else "not measured"
             threads = str(outcome.threads) if outcome is not None else "not measured"
             speed = f"{last['tokens'] / last['seconds']:,.0f}" if last["seconds"] else "-"
-            rows.append([run.name, f"{last['step']:,}", threads, speed, f"{last['seconds']:,.0f}", peak])
+            shares = self.skipped.get(run.name, {})
+            skipped = ", ".join(f"{share:.0%} at {n:,}" for n, share in shares.items()) or "not measured"
+            rows.append([run.name, f"{last['step']:,}", threads, speed, f"{last['seconds']:,.0f}", peak, skipped])
         return rows
 
     def as_json(self) -> dict[str, Any]:

@@ -69,6 +69,8 @@ class AttentionRecord:
     logit_scale: Float[Tensor, "#batch #head query"] | None = None
     sink: Float[Tensor, "#batch head #query"] | None = None
     rotary: Rotary | None = None
+    call: AttentionCall | None = None
+    """The call of `attend`, where it was one."""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -108,6 +110,7 @@ def record_of(
         logit_scale=call.logit_scale,
         sink=call.sink,
         rotary=rotary,
+        call=call,
     )
 
 
