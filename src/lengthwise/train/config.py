@@ -125,6 +125,21 @@ CONTRASTIVE_RECIPES = {
 
 RECIPES_BY_OBJECTIVE = {"causal": RECIPES, "mlm": ENCODER_RECIPES, "contrastive": CONTRASTIVE_RECIPES}
 
+OTHER_RATES = dict.fromkeys((("causal", "nano", "adamw"), ("mlm", "nano", "adamw")), (3e-3, 3e-4))
+"""By objective, preset and optimizer: the highest and the last rate where the recipe's are for another optimizer."""
+
+
+def recipe_for(objective: Objective, preset: str, optimizer: Optimizer | None) -> Recipe:
+    """The recipe of a preset; under another optimizer than its own, where nothing was tuned, with one rate for all."""
+    recipe = RECIPES_BY_OBJECTIVE[objective][preset]
+    if optimizer in (None, recipe.optimizer):
+        return recipe
+    own = recipe.learning_rate, recipe.final_learning_rate
+    highest, last = OTHER_RATES.get((objective, preset, str(optimizer)), own)
+    return dataclasses.replace(
+        recipe, learning_rate=highest, final_learning_rate=last, encoding_learning_rate=highest
+    )
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -212,13 +227,9 @@ class TrainConfig:
             known = ", ".join(map(repr, recipes))
             raise ValueError(f"unknown preset {self.preset!r}; known: {known}")
         given = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
-        recipe = dataclasses.asdict(recipes[self.preset])
-        if self.optimizer in (None, recipe["optimizer"]):
-            # Only causal models were tuned.
-            recipe |= tuned_rates(self.preset, self.tuned_by) if self.objective == "causal" else {}
-        else:
-            # Another optimizer than the recipe's: nothing was tuned for it, so the encoding has no rate of its own.
-            recipe["encoding_learning_rate"] = recipe["learning_rate"]
+        recipe = dataclasses.asdict(recipe_for(self.objective, self.preset, self.optimizer))
+        if self.objective == "causal" and self.optimizer in (None, recipe["optimizer"]):
+            recipe |= tuned_rates(self.preset, self.tuned_by)
         if self.learning_rate is not None:
             # The encoding's rate keeps its ratio to the model's.
             recipe["encoding_learning_rate"] *= self.learning_rate / recipe["learning_rate"]
