@@ -43,10 +43,12 @@ SAME_MODELS = {
 OVER_ALL = ("test_compile", "test_evaluate", "test_inspect", "test_model_citizen", "test_model_decoding")
 
 
-def is_long(parameters: dict[str, object]) -> bool:
-    """Whether a law at 32,768 tokens is tried on another than one two-sided form of each kind."""
-    long = getattr(parameters.get("law"), "__name__", "") == "half_precision_keeps_positions"
-    return long and (parameters["name"] not in ("alibi", "kerple", "cable") or parameters["backend"] != "auto")
+def is_long(parameters: dict[str, object], two_sided: bool) -> bool:
+    """Whether a law at 32,768 tokens is tried on more than one encoding of each kind, beside all causal ones once."""
+    if getattr(parameters.get("law"), "__name__", "") != "half_precision_keeps_positions":
+        return False
+    other, elsewhere = parameters["name"] not in ("alibi", "kerple", "cable"), parameters["backend"] != "auto"
+    return (other or elsewhere) if two_sided else (other and elsewhere)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -58,6 +60,7 @@ def pytest_collection_modifyitems(items):
         elsewhere = module in OVER_ALL or "hold_for_any_shape" in item.name
         in_laws = module == "test_laws" and parameters.get("backend", "auto") != "auto"
         composed = any("+" in name for name in names)
-        two_sided = module == "test_laws" and "two_sided" in item.name and (names & SAME_MODELS or is_long(parameters))
-        if (elsewhere and names & SAME_MODELS) or (in_laws and (composed or names & SAME_KERNELS)) or two_sided:
+        two_sided = "two_sided" in item.name
+        long = module == "test_laws" and (is_long(parameters, two_sided) or (two_sided and names & SAME_MODELS))
+        if (elsewhere and names & SAME_MODELS) or (in_laws and (composed or names & SAME_KERNELS)) or long:
             item.add_marker(pytest.mark.prove)

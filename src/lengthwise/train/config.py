@@ -136,9 +136,7 @@ def recipe_for(objective: Objective, preset: str, optimizer: Optimizer | None) -
         return recipe
     own = recipe.learning_rate, recipe.final_learning_rate
     highest, last = OTHER_RATES.get((objective, preset, str(optimizer)), own)
-    return dataclasses.replace(
-        recipe, learning_rate=highest, final_learning_rate=last, encoding_learning_rate=highest
-    )
+    return dataclasses.replace(recipe, learning_rate=highest, final_learning_rate=last, encoding_learning_rate=highest)
 
 
 @dataclass(frozen=True)
