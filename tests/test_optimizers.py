@@ -123,7 +123,7 @@ def test_an_encoding_s_rate_is_tuned_or_keeps_its_ratio_to_the_model_s(monkeypat
     assert TrainConfig(optimizer="adamw", objective="mlm").resolved().learning_rate == 3e-3
     assert TrainConfig(optimizer="adamw", learning_rate=1e-3).resolved().encoding_learning_rate == 1e-3
     monkeypatch.setattr(
-        "lengthwise.train.rates._table", lambda: {"nano": {"chosen": {"fire": {"encoding_learning_rate": 0.7}}}}
+        "lengthwise.train.config._tuned_table", lambda: {"nano": {"chosen": {"fire": {"encoding_learning_rate": 0.7}}}}
     )
     assert TrainConfig(encoding="fire").resolved().encoding_learning_rate == 0.7
     with pytest.raises(ValueError, match="optimizer must be 'adamw' or 'muon', got 'sgd'"):

@@ -5,11 +5,13 @@ is not loaded here: the command line is made from these fields.
 """
 
 import dataclasses
+import functools
+import json
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any, Literal
 
 from lengthwise.options import option
-from lengthwise.train.rates import tuned_rates
 
 Objective = Literal["causal", "mlm", "contrastive"]
 Optimizer = Literal["adamw", "muon"]
@@ -137,6 +139,21 @@ def recipe_for(objective: Objective, preset: str, optimizer: Optimizer | None) -
     own = recipe.learning_rate, recipe.final_learning_rate
     highest, last = OTHER_RATES.get((objective, preset, str(optimizer)), own)
     return dataclasses.replace(recipe, learning_rate=highest, final_learning_rate=last, encoding_learning_rate=highest)
+
+
+def tuned_rates(preset: str, encoding: str) -> dict[str, float]:
+    """The rates that were chosen for an encoding; none where it was not tuned.
+
+    The table is what `lengthwise study --tune` wrote: every try and its loss on a part of the training text that no
+    report uses, with the same number of tries for each encoding.
+    """
+    return dict(_tuned_table().get(preset, {}).get("chosen", {}).get(encoding, {}))
+
+
+@functools.cache
+def _tuned_table() -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((files("lengthwise.train") / "tuned_rates.json").read_text())
+    return content
 
 
 @dataclass(frozen=True)
