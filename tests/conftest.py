@@ -40,7 +40,10 @@ SAME_MODELS = {
 }
 """Models treat them as rope, kerple, carope, ssmax or stick-breaking."""
 
-OVER_ALL = ("test_compile", "test_devices", "test_evaluate", "test_inspect", "test_model_citizen", "test_model_decoding")
+OVER_ALL = (
+    *("test_compile", "test_devices", "test_evaluate", "test_inspect"),
+    *("test_model_citizen", "test_model_decoding", "test_model_ecosystem"),
+)
 
 ONE_OF_EACH_KIND = {"alibi", "kerple", "cable", "inkling", "dape"}
 """Levels, a table, sums of steps, curves that every query mixes, and a rescore."""

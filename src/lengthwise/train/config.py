@@ -281,7 +281,7 @@ class ResolvedTrainConfig(Recipe, TrainConfig):
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be a number from 0 to below 1, got {getattr(self, name)}")
-        if self.weight_decay < 0:
+        if not 0 <= self.weight_decay < float("inf"):
             raise ValueError(f"weight_decay must be a number, 0 or more, got {self.weight_decay}")
         self._check_objective()
         check_int("length", self.length, least=2)
