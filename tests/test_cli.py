@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -246,8 +247,35 @@ for words in (["--help"], *([name, "--help"] for name in COMMANDS)):
 def test_a_name_of_the_hub_without_a_network_is_one_line(command, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     line = failure_line(capsys, [command, "owner/no-such-model", "--out", str(tmp_path / "out")])
-    assert "an encoding, a run, a checkpoint folder or a name on the hub" in line
-    assert "'owner/no-such-model'" in line
+    assert "owner/no-such-model" in line
+    assert command == "export" or "an encoding, a run, a checkpoint folder or a name on the hub" in line
+
+
+DAMAGE = {
+    "half of the weights": ("model.safetensors", lambda content: content[: len(content) // 2]),
+    "no weights": ("model.safetensors", lambda content: b""),
+    "no object in the config": ("config.json", lambda content: b"[1]"),
+    "another encoding": ("config.json", lambda content: content.replace(b'"alibi"', b"7")),
+    "half of the tokenizer": ("tokenizer.json", lambda content: content[: len(content) // 2]),
+}
+
+
+@pytest.mark.parametrize(("file", "change"), DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_checkpoint_is_one_line(file, change, small_run, tmp_path, capsys):
+    model = tmp_path / "model"
+    shutil.copytree(small_run["export"][0], model)
+    (model / file).write_bytes(change((model / file).read_bytes()))
+    for command in ("show", "evaluate", "export"):
+        if command != "export" or not file.startswith("tokenizer"):
+            assert str(model) in failure_line(capsys, [command, str(model), "--out", str(tmp_path / "a.png")])
+
+
+def test_numbers_without_end_are_one_line(small_run, capsys):
+    for option, value in (("--learning-rate", "inf"), ("--weight-decay", "nan"), ("--clip", "inf")):
+        line = failure_line(capsys, ["train", *small_run["train"], option, value])
+        assert f"{option[2:].replace('-', '_')} must be a number" in line
+    line = failure_line(capsys, ["show", small_run["export"][0], "--layer", "1-99999999999"])
+    assert "layer must be numbers from 1 on" in line
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -260,14 +288,15 @@ def test_a_device_that_is_not_there_is_one_line(command, small_run, capsys):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("steps: [3\n", "config"),
-        ("stepz: 3\n", "stepz"),
-        ("steps: many\n", "--steps must be an int or null, got 'many'"),
+        (b"steps: [3\n", "config"),
+        (b"stepz: 3\n", "stepz"),
+        (b"steps: many\n", "--steps must be an int or null, got 'many'"),
+        ("data: Zoë.txt\n".encode("latin-1"), "a config must be UTF-8, got byte 0xeb at offset 8"),
     ],
 )
 @pytest.mark.parametrize("command", ["train", "study"])
 def test_a_config_file_with_an_error_is_one_line(command, content, words, tmp_path, capsys):
-    (tmp_path / "bad.yaml").write_text(content)
+    (tmp_path / "bad.yaml").write_bytes(content)
     assert words in failure_line(capsys, [command, "--config", str(tmp_path / "bad.yaml")])
 
 
