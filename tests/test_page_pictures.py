@@ -39,7 +39,9 @@ def make_snapshot(encoding: str) -> Snapshot:
     rows = torch.stack([ids, ids.flip(0), ids.roll(99)])
     tokens = tokenizer.convert_ids_to_tokens(ids.tolist())
     views = position_views(model, rows, "all", shown="first", resolution=100, tokens=tokens)
-    return Snapshot({quantity: replace(maps, model=f"{LAYERS} layers, random weights") for quantity, maps in views.items()})
+    return Snapshot(
+        {quantity: replace(maps, model=f"{LAYERS} layers, random weights") for quantity, maps in views.items()}
+    )
 
 
 @pytest.fixture(scope="module")

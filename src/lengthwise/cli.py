@@ -146,13 +146,14 @@ def export_parser() -> OptionParser:
 
 def export(source: str, out: str) -> str:
     """A flat folder with weights and code."""
-    from lengthwise.loading import readable, resolve_checkpoint
+    from lengthwise.loading import readable, resolve_checkpoint, undamaged
     from lengthwise.model.export import class_of, export
 
     checkpoint = resolve_checkpoint(source)
     with readable(checkpoint):
-        folder = export(checkpoint, out)
         loader = class_of(checkpoint).__name__.replace("Lengthwise", "AutoModel")
+    with undamaged(checkpoint):
+        folder = export(checkpoint, out)
     return f"{folder} loads with {loader}.from_pretrained(..., trust_remote_code=True)"
 
 

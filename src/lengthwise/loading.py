@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from jaxtyping import Int
 from safetensors import SafetensorError
 from torch import Tensor
@@ -193,29 +194,23 @@ def local_device(name: str) -> torch.device:
 
 
 @contextmanager
-def readable(checkpoint: str) -> Iterator[None]:
+def undamaged(checkpoint: str) -> Iterator[None]:
     """A LoadError where a file of a checkpoint is damaged, for which transformers and safetensors have many others."""
     try:
         yield
     except UserError:
         raise
-    except (AttributeError, LookupError, SafetensorError, TypeError) as error:
+    except (AttributeError, LookupError, SafetensorError, StrictDataclassError, TypeError) as error:
         fault = f"{type(error).__name__}: {_first_line(error)}"
         raise LoadError(f"{checkpoint!r} is damaged, or no checkpoint: {fault}") from error
 
 
-def _from_pretrained(
-    checkpoint: str, dtype: torch.dtype | str, *, trust_remote_code: bool
-) -> tuple[Any, PreTrainedTokenizerBase | None]:
-    refuse_pickles(checkpoint)
+@contextmanager
+def readable(checkpoint: str) -> Iterator[None]:
+    """A LoadError that names a checkpoint, or what was taken for one, where it cannot be read."""
     try:
-        with readable(checkpoint):
-            if marked_config(checkpoint) is not None:
-                return load_fitted(checkpoint, dtype=dtype), _tokenizer(checkpoint, trust_remote_code=trust_remote_code)
-            config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
-            options = {"config": config, "dtype": dtype, "trust_remote_code": trust_remote_code}
-            model = _with_its_head(_class_for(config), checkpoint, options | {"use_safetensors": True})
-            return model, _tokenizer(checkpoint, trust_remote_code=trust_remote_code)
+        with undamaged(checkpoint):
+            yield
     except OptionError as error:
         raise OptionError(f"{checkpoint!r} cannot be loaded: {error}") from error
     except LoadError:
@@ -227,6 +222,19 @@ def _from_pretrained(
                 "--trust-remote-code"
             ) from None
         raise LoadError(f"{_EXPECTED}, got {checkpoint!r}, which cannot be loaded: {_first_line(error)}") from error
+
+
+def _from_pretrained(
+    checkpoint: str, dtype: torch.dtype | str, *, trust_remote_code: bool
+) -> tuple[Any, PreTrainedTokenizerBase | None]:
+    refuse_pickles(checkpoint)
+    with readable(checkpoint):
+        if marked_config(checkpoint) is not None:
+            return load_fitted(checkpoint, dtype=dtype), _tokenizer(checkpoint, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+        options = {"config": config, "dtype": dtype, "trust_remote_code": trust_remote_code, "use_safetensors": True}
+        model = _with_its_head(_class_for(config), checkpoint, options)
+        return model, _tokenizer(checkpoint, trust_remote_code=trust_remote_code)
 
 
 def _on(device: torch.device, model: Any) -> PreTrainedModel:

@@ -17,6 +17,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -52,10 +53,10 @@ def load_tokenizer(name: str, *, source: str | Path = "stdlib", cache: Path | No
     )
 
 
-def saved_tokenizer(name: str, **options: bool) -> PreTrainedTokenizerFast:
+def saved_tokenizer(name: str, **options: bool) -> Any:
     """A tokenizer as transformers saved it."""
     try:
-        tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(name, **options)
+        tokenizer: Any = AutoTokenizer.from_pretrained(name, **options)
     except (OSError, ValueError):
         raise
     except Exception as error:  # of no class of its own: so says tokenizers that a file is damaged
