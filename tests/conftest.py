@@ -40,13 +40,28 @@ SAME_MODELS = {
 }
 """Models treat them as rope, kerple, carope, ssmax or stick-breaking."""
 
-OVER_ALL = ("test_compile", "test_evaluate", "test_inspect", "test_model_citizen", "test_model_decoding")
+OVER_ALL = (
+    *("test_compile", "test_devices", "test_evaluate", "test_inspect"),
+    *("test_model_citizen", "test_model_decoding", "test_model_ecosystem"),
+)
+
+ONE_OF_EACH_KIND = {"alibi", "kerple", "cable", "inkling", "dape"}
+"""Levels, a table, sums of steps, curves that every query mixes, and a rescore."""
 
 
-def is_long(parameters: dict[str, object]) -> bool:
-    """Whether a law at 32,768 tokens is tried on another than one two-sided form of each kind."""
-    long = getattr(parameters.get("law"), "__name__", "") == "half_precision_keeps_positions"
-    return long and (parameters["name"] not in ("alibi", "kerple", "cable") or parameters["backend"] != "auto")
+def repeats_a_law(parameters: dict[str, object], two_sided: bool) -> bool:
+    """Whether a law is tried on an encoding whose kernel or whose formula another one tries it on.
+
+    Every causal encoding has every law once, under "auto"; at 32,768 tokens other backends have three encodings.
+    """
+    name, elsewhere = str(parameters["name"]), parameters["backend"] != "auto"
+    long = getattr(parameters["law"], "__name__", "") == "half_precision_keeps_positions"
+    other = name not in ("alibi", "kerple", "cable")
+    if two_sided:
+        return name in SAME_MODELS or (elsewhere and name not in ONE_OF_EACH_KIND) or (long and (other or elsewhere))
+    # Options change numbers, and no kernel.
+    same = name in SAME_KERNELS or "+" in name or bool(parameters["options"])
+    return elsewhere and (same or (long and other))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -55,9 +70,6 @@ def pytest_collection_modifyitems(items):
         parameters = getattr(getattr(item, "callspec", None), "params", {})
         names = {value for value in parameters.values() if isinstance(value, str)}
         module = item.path.stem
-        elsewhere = module in OVER_ALL or "hold_for_any_shape" in item.name
-        in_laws = module == "test_laws" and parameters.get("backend", "auto") != "auto"
-        composed = any("+" in name for name in names)
-        two_sided = module == "test_laws" and "two_sided" in item.name and (names & SAME_MODELS or is_long(parameters))
-        if (elsewhere and names & SAME_MODELS) or (in_laws and (composed or names & SAME_KERNELS)) or two_sided:
+        same = (module in OVER_ALL or "hold_for_any_shape" in item.name) and names & SAME_MODELS
+        if same or ("law" in parameters and repeats_a_law(parameters, two_sided="two_sided" in item.name)):
             item.add_marker(pytest.mark.prove)

@@ -1,8 +1,8 @@
 """The command line, as a user runs it."""
 
 import json
-import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -226,34 +226,56 @@ def test_a_list_is_words_or_json(words):
     assert evaluate_parser().parse_args(["--stretch", "yarn:8", "dca"]).stretch == ["yarn:8", "dca"]
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], *([name, "--help"] for name in COMMANDS)], ids=lambda words: words[0]
-)
-def test_help_loads_neither_torch_nor_transformers_nor_matplotlib(arguments):
-    code = f"""
-import re
+def test_help_loads_neither_torch_nor_transformers_nor_matplotlib():
+    code = """
 import sys
-from lengthwise.cli import main
-try:
-    main({arguments!r})
-except SystemExit:
-    pass
-print(*({{"torch", "transformers", "matplotlib", "numpy"}} & {{*sys.modules}}))
+from lengthwise.cli import COMMANDS, main
+for words in (["--help"], *([name, "--help"] for name in COMMANDS)):
+    try:
+        main(words)
+    except SystemExit:
+        pass
+    print("loaded:", *words, *({"torch", "transformers", "matplotlib", "numpy"} & {*sys.modules}))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "usage: lengthwise" in done.stdout
-    assert done.stdout.splitlines()[-1] == ""
+    assert done.stdout.count("usage: lengthwise") == 1 + len(COMMANDS)
+    loaded = [line for line in done.stdout.splitlines() if line.startswith("loaded:")]
+    assert loaded == ["loaded: --help", *(f"loaded: {name} --help" for name in COMMANDS)]
 
 
-@pytest.mark.parametrize("command", ["show", "evaluate"])
-def test_a_name_of_the_hub_without_a_network_is_one_line(command):
-    arguments = [sys.executable, "-m", "lengthwise.cli", command, "owner/no-such-model"]
-    done = subprocess.run(arguments, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
-    assert done.returncode == 2
-    (line,) = done.stderr.strip().splitlines()
-    assert line.startswith(f"lengthwise {command}: ")
+@pytest.mark.parametrize("command", ["show", "evaluate", "export"])
+def test_a_name_of_the_hub_without_a_network_is_one_line(command, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    line = failure_line(capsys, [command, "owner/no-such-model", "--out", str(tmp_path / "a.png")])
     assert "an encoding, a run, a checkpoint folder or a name on the hub" in line
     assert "'owner/no-such-model'" in line
+
+
+DAMAGE = {
+    "half of the weights": ("model.safetensors", lambda content: content[: len(content) // 2]),
+    "no weights": ("model.safetensors", lambda content: b""),
+    "no object in the config": ("config.json", lambda content: b"[1]"),
+    "another encoding": ("config.json", lambda content: content.replace(b'"alibi"', b"7")),
+    "half of the tokenizer": ("tokenizer.json", lambda content: content[: len(content) // 2]),
+}
+
+
+@pytest.mark.parametrize(("file", "change"), DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_checkpoint_is_one_line(file, change, small_run, tmp_path, capsys):
+    model = tmp_path / "model"
+    shutil.copytree(small_run["export"][0], model)
+    (model / file).write_bytes(change((model / file).read_bytes()))
+    for command in ("show", "evaluate", "export"):
+        if command != "export" or not file.startswith("tokenizer"):
+            assert str(model) in failure_line(capsys, [command, str(model), "--out", str(tmp_path / "a.png")])
+
+
+def test_numbers_without_end_are_one_line(small_run, capsys):
+    for option, value in (("--learning-rate", ".inf"), ("--weight-decay", ".nan"), ("--clip", ".inf")):
+        line = failure_line(capsys, ["train", *small_run["train"], option, value])
+        assert f"{option[2:].replace('-', '_')} must be a number" in line
+    line = failure_line(capsys, ["show", small_run["export"][0], "--layer", "1-99999999999"])
+    assert "layer must be numbers from 1 on" in line
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -266,14 +288,15 @@ def test_a_device_that_is_not_there_is_one_line(command, small_run, capsys):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("steps: [3\n", "config"),
-        ("stepz: 3\n", "stepz"),
-        ("steps: many\n", "--steps must be an int or null, got 'many'"),
+        (b"steps: [3\n", "config"),
+        (b"stepz: 3\n", "stepz"),
+        (b"steps: many\n", "--steps must be an int or null, got 'many'"),
+        ("data: Zoë.txt\n".encode("latin-1"), "a config must be UTF-8, got byte 0xeb at offset 8"),
     ],
 )
 @pytest.mark.parametrize("command", ["train", "study"])
 def test_a_config_file_with_an_error_is_one_line(command, content, words, tmp_path, capsys):
-    (tmp_path / "bad.yaml").write_text(content)
+    (tmp_path / "bad.yaml").write_bytes(content)
     assert words in failure_line(capsys, [command, "--config", str(tmp_path / "bad.yaml")])
 
 

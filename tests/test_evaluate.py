@@ -20,7 +20,7 @@ from lengthwise.data import documents, load_tokenizer, prepare
 from lengthwise.evaluate import Interval, LengthTable, Score, read_corpus, score_lengths
 from lengthwise.evaluate import losses as losses_module
 from lengthwise.evaluate import table as table_module
-from lengthwise.evaluate.corpus import PROTOCOLS, plan_windows
+from lengthwise.evaluate.corpus import PROTOCOLS, plan_text_windows
 from lengthwise.evaluate.losses import bytes_needed, fitting_chunk, token_losses
 from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.model.families import max_length
@@ -85,7 +85,7 @@ def test_a_text_that_spells_out_a_special_token_has_the_tokens_of_training(tmp_p
 
 
 def test_fair_scores_the_same_tokens_at_every_length_and_only_the_context_grows():
-    plans = [plan_windows("fair", 1009, n, shortest=12, longest=97, windows=31) for n in (12, 50, 97)]
+    plans = [plan_text_windows("fair", 1009, n, shortest=12, longest=97, windows=31) for n in (12, 50, 97)]
     targets = [[i for w in p.windows for i in range(w.targets.start, w.targets.stop)] for p in plans]
     assert targets[0] == targets[1] == targets[2]
     assert targets[0][-1] == 1008
@@ -100,7 +100,7 @@ def test_fair_scores_the_same_tokens_at_every_length_and_only_the_context_grows(
     ("total", "lengths"), [(98, (97,)), (99, (97,)), (120, (97,)), (98, (12, 97)), (500, (96, 97))]
 )
 def test_fair_fits_into_a_text_that_is_barely_longer_than_the_longest_length(total, lengths):
-    plans = [plan_windows("fair", total, n, shortest=lengths[0], longest=97, windows=9).windows for n in lengths]
+    plans = [plan_text_windows("fair", total, n, shortest=lengths[0], longest=97, windows=9).windows for n in lengths]
     assert len({sum(w.scored for w in windows) for windows in plans}) == 1
     assert all(w.begin >= 0 and w.targets.stop <= total and w.scored for windows in plans for w in windows)
 
@@ -116,14 +116,14 @@ def test_the_rise_is_drawn_with_its_whole_interval():
 
 
 def test_paper_reads_consecutive_windows_from_the_start_and_no_part_of_one():
-    windows = plan_windows("paper", 101, 33, shortest=33, longest=33, windows=1000).windows
+    windows = plan_text_windows("paper", 101, 33, shortest=33, longest=33, windows=1000).windows
     assert [(w.begin, w.targets.start, w.targets.stop) for w in windows] == [(0, 1, 34), (33, 34, 67), (66, 67, 100)]
-    assert len(plan_windows("paper", 101, 33, shortest=33, longest=33, windows=2).windows) == 2
+    assert len(plan_text_windows("paper", 101, 33, shortest=33, longest=33, windows=2).windows) == 2
 
 
 @pytest.mark.parametrize("stride", [1, 7, 13, 40])
 def test_sliding_scores_every_token_once_with_the_context_it_promises(stride):
-    windows = plan_windows("sliding", 101, 13, shortest=13, longest=13, windows=1000, stride=stride).windows
+    windows = plan_text_windows("sliding", 101, 13, shortest=13, longest=13, windows=1000, stride=stride).windows
     scored = [place for w in windows for place in range(w.targets.start, w.targets.stop)]
     assert scored == list(range(1, 101))
     assert all(w.length == 13 and w.begin >= 0 for w in windows)
@@ -135,7 +135,7 @@ def test_sliding_scores_every_token_once_with_the_context_it_promises(stride):
 def test_a_score_is_the_mean_of_losses_computed_by_hand(text, make, protocol):
     model = make()
     (score, longer) = score_lengths(model, text, [12, 29], name="m", protocol=protocol, windows=9)
-    windows = plan_windows(protocol, len(text), 29, shortest=12, longest=29, windows=9).windows
+    windows = plan_text_windows(protocol, len(text), 29, shortest=12, longest=29, windows=9).windows
     hand = [
         by_hand(model, text.tokens, place, place - w.begin)
         for w in windows
@@ -194,7 +194,7 @@ def test_every_place_of_the_longest_windows_has_a_loss_and_the_scores_stay_the_s
     assert short == dataclasses.replace(plain[0], seconds=short.seconds)
     assert long.loss == pytest.approx(plain[1].loss, rel=2e-5)
     assert [place for place, _ in long.positions] == list(range(50))
-    windows = plan_windows("fair", len(text), 50, shortest=12, longest=50, windows=5).windows
+    windows = plan_text_windows("fair", len(text), 50, shortest=12, longest=50, windows=5).windows
     first = [by_hand(model, text.tokens, w.begin + 3, 3) for w in windows]
     assert long.positions[2][1] == pytest.approx(np.mean(first), rel=2e-5)
 
@@ -209,7 +209,7 @@ def test_windows_begin_as_the_tokenizer_begins_a_text(text):
     assert (begun.tokens == text.tokens).all()
     (score,) = score_lengths(model, begun, [29], name="m", windows=3, stride=5)
     hand = []
-    for w in plan_windows("fair", len(text), 29, shortest=29, longest=29, windows=3, stride=5).windows:
+    for w in plan_text_windows("fair", len(text), 29, shortest=29, longest=29, windows=3, stride=5).windows:
         tokens = begun.tokens.copy()
         tokens[w.begin] = 256
         hand += [by_hand(model, tokens, place, place - w.begin) for place in range(w.targets.start, w.targets.stop)]

@@ -118,9 +118,12 @@ def test_an_encoding_s_rate_is_tuned_or_keeps_its_ratio_to_the_model_s(monkeypat
     paper = TrainConfig(preset="tiny").resolved()
     assert (paper.optimizer, paper.encoding_learning_rate) == ("adamw", paper.learning_rate)
     other = TrainConfig(optimizer="adamw", encoding="t5-clamped").resolved()
-    assert other.encoding_learning_rate == other.learning_rate
+    # 1.2e-2 was chosen with Muon in view; AdamW has what nano had when it knew nothing else.
+    assert (other.learning_rate, other.final_learning_rate, other.encoding_learning_rate) == (3e-3, 3e-4, 3e-3)
+    assert TrainConfig(optimizer="adamw", objective="mlm").resolved().learning_rate == 3e-3
+    assert TrainConfig(optimizer="adamw", learning_rate=1e-3).resolved().encoding_learning_rate == 1e-3
     monkeypatch.setattr(
-        "lengthwise.train.rates._table", lambda: {"nano": {"chosen": {"fire": {"encoding_learning_rate": 0.7}}}}
+        "lengthwise.train.config._tuned_table", lambda: {"nano": {"chosen": {"fire": {"encoding_learning_rate": 0.7}}}}
     )
     assert TrainConfig(encoding="fire").resolved().encoding_learning_rate == 0.7
     with pytest.raises(ValueError, match="optimizer must be 'adamw' or 'muon', got 'sgd'"):
@@ -140,7 +143,13 @@ def test_what_options_are_chosen_on_is_neither_trained_on_nor_reported(tmp_path)
 def test_every_encoding_has_as_many_tries_and_the_best_is_chosen(tmp_path, monkeypatch):
     def train_here(waiting, *, out, **options):
         assert out == tmp_path / "study" / "tuning", "the logs of tries must not be taken for those of runs"
-        return {run.name: TrainingOutcome(1.0, 1, 1) for run in waiting if train(run.config)}
+        return {run.name: TrainingOutcome(1.0, 1, 1, failure_of(run)) for run in waiting}
+
+    def failure_of(run):
+        if run.name.endswith("-4"):
+            return "exit code 2: loss and gradient must be finite"
+        train(run.config)
+        return None
 
     monkeypatch.setattr("lengthwise.study.tune.train_runs", train_here)
     training = small_config(tmp_path, optimizer="muon", data=rows_of_text(tmp_path))
@@ -153,8 +162,10 @@ def test_every_encoding_has_as_many_tries_and_the_best_is_chosen(tmp_path, monke
     assert len({run.encoding_learning_rate for run in tries["t5-clamped"]}) == 4
     assert len({run.learning_rate for run in tries["none"]}) == 4
     tuned = with_tuned_rates(config)
-    content = json.loads((tmp_path / "study" / "tuning.json").read_text())
+    content = json.loads((tmp_path / "study" / "tuning.json").read_text(), parse_constant=pytest.fail)
     for name in config.encodings:
-        best = min(content["tries"][name], key=lambda result: result["loss"])
+        *ended_well, diverged = content["tries"][name]
+        assert (diverged["loss"], diverged["failure"]) == (None, "exit code 2: loss and gradient must be finite")
+        best = min(ended_well, key=lambda result: result["loss"])
         assert tuned.rates[name]["encoding_learning_rate"] == best["encoding_learning_rate"]
         assert tuned.rates[name]["learning_rate"] == best["learning_rate"]

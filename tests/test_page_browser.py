@@ -13,6 +13,7 @@ from lengthwise.encodings.kerple import kerple_log
 from lengthwise.inspect import position_maps, position_views
 from lengthwise.inspect.model_maps import position_records
 from lengthwise.inspect.scores import LazyScores
+from lengthwise.study.report import Section, as_html
 from lengthwise.views.page import Page, Snapshot, document
 from lengthwise.views.style import colour_scale
 
@@ -375,4 +376,24 @@ def test_in_a_notebook_the_maps_show_themselves_cut_off_from_the_notebook(browse
         "() => { try { return String(parent.secret); } catch (error) { return error.name; } }"
     )
     assert not page.faults
+    page.close()
+
+
+@pytest.mark.parametrize(
+    ("width", "columns", "wider", "scrolls"), [(1280, 4, True, False), (1280, 2, False, False), (390, 4, False, True)]
+)
+def test_a_table_of_a_report_takes_the_room_beside_the_text_before_it_scrolls(
+    browser, tmp_path, width, columns, wider, scrolls
+):
+    rows = [["rise since 128", *["2,048"] * columns], ["t5-clamped", *["+256.0% (+203.7% to +319.2%)"] * columns]]
+    path = tmp_path / "report.html"
+    path.write_text(as_html("A study", [Section("Rise", ["Words."], rows)]))
+    page = Seen(browser, path, viewport={"width": width, "height": 800})
+    sizes = page.tab.evaluate("""() => {
+        const [text, table] = ["p", "table"].map((name) => document.querySelector(name));
+        const [inner, outer] = [text, table].map((element) => element.getBoundingClientRect());
+        return {wider: outer.left < inner.left - 1 && outer.right > inner.right + 1,
+                scrolls: table.scrollWidth > table.clientWidth, page: document.documentElement.scrollWidth};
+    }""")
+    assert sizes == {"wider": wider, "scrolls": scrolls, "page": width}
     page.close()

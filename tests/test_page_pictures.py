@@ -21,6 +21,8 @@ from lengthwise.views.page import Page, Snapshot
 
 pytestmark = needs_chromium
 
+SCREENSHOTS = os.environ.get("LENGTHWISE_SCREENSHOTS")
+LAYERS = 8 if SCREENSHOTS else 2
 TEXT = codecs.decode(this.s, "rot13")[:400]
 
 
@@ -28,7 +30,7 @@ def make_snapshot(encoding: str) -> Snapshot:
     """Heads of a model that was not trained, with weights loud enough for heads to differ."""
     torch.manual_seed(3)
     tokenizer = load_tokenizer("bytes")
-    sizes = {"vocab_size": len(tokenizer), "n_positions": 512, "n_embd": 48, "n_layer": 8, "n_head": 12}
+    sizes = {"vocab_size": len(tokenizer), "n_positions": 512, "n_embd": 48, "n_layer": LAYERS, "n_head": 12}
     model = LengthwiseForCausalLM(LengthwiseConfig(encoding=encoding, **sizes))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -37,13 +39,14 @@ def make_snapshot(encoding: str) -> Snapshot:
     rows = torch.stack([ids, ids.flip(0), ids.roll(99)])
     tokens = tokenizer.convert_ids_to_tokens(ids.tolist())
     views = position_views(model, rows, "all", shown="first", resolution=100, tokens=tokens)
-    return Snapshot({quantity: replace(maps, model="8 layers, random weights") for quantity, maps in views.items()})
+    return Snapshot(
+        {quantity: replace(maps, model=f"{LAYERS} layers, random weights") for quantity, maps in views.items()}
+    )
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    asked = os.environ.get("LENGTHWISE_SCREENSHOTS")
-    return Path(asked) if asked else tmp_path_factory.mktemp("pictures")
+    return Path(SCREENSHOTS) if SCREENSHOTS else tmp_path_factory.mktemp("pictures")
 
 
 def take(seen: Seen, path: Path) -> None:
@@ -61,7 +64,7 @@ def test_the_page_is_drawn_in_light_in_dark_with_two_models_and_on_a_phone(tmp_p
     with open_browser() as browser:
         seen = Seen(browser, one)
         seen.ready()
-        seen.tab.click("button.head[data-layer='6'][data-head='1']")
+        seen.tab.click(f"button.head[data-layer='{LAYERS - 2}'][data-head='1']")
         seen.ready()
         seen.go(310, 120)
         take(seen, folder / "page.png")

@@ -98,25 +98,21 @@ def test_a_foreign_checkpoint_without_tokenizer_reads_random_tokens_and_says_so(
     assert "a text needs a tokenizer, and gpt2 has none" in line
 
 
-def test_all_of_the_papers_figures_come_from_one_command(little, tmp_path, capsys):
-    run = tmp_path / "run"
-    loud_model("alibi", vocab_size=257).save_pretrained(run)
-    out = shown(capsys, run, "--paper", "--out", tmp_path / "paper")
+def test_all_of_the_papers_figures_come_from_one_command_some_from_runs_with_their_own_held_out_text(
+    little, tmp_path, capsys
+):
+    loud_model("alibi", vocab_size=257).save_pretrained(tmp_path / "run")
+    cable = train(small_config(tmp_path, "my-cable", steps=2, warmup=0))
+    out = shown(capsys, tmp_path / "run", cable.folder, "--paper", "--out", tmp_path / "paper")
     assert [figure.number for figure in FIGURES] == list(range(8, 16))
     for figure in FIGURES:
         assert (tmp_path / "paper" / f"{figure.name}.png").is_file()
     said = (tmp_path / "paper" / "README.md").read_text()
-    assert said.count("not trained: at its initial parameters") == 7
+    assert said.count("not trained: at its initial parameters") == 6
+    assert "Figure 8, [figure-08-cable.png](figure-08-cable.png) (trained: my-cable)" in said
     assert "Figure 12, [figure-12-alibi.png](figure-12-alibi.png) (trained: run)" in said
     assert "Wrote 8 figures" in out
     assert "--force" in refused(capsys, "--paper", "--out", tmp_path / "paper")
-
-
-def test_a_run_that_was_trained_is_drawn_for_the_paper_from_its_own_held_out_text(little, tmp_path, capsys):
-    run = train(small_config(tmp_path, "my-cable", steps=2, warmup=0))
-    out = shown(capsys, run.folder, "--paper", "--out", tmp_path / "paper")
-    assert "Figure 8, [figure-08-cable.png](figure-08-cable.png) (trained: my-cable)" in out
-    assert out.count("not trained: at its initial parameters") == 7
 
 
 def test_the_blocks_of_the_page_run_in_order():

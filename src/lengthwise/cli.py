@@ -63,11 +63,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         # The others are only listed: `lengthwise --help` need not make them.
         parsers[name] = command.parser() if name in words else OptionParser()
         subcommands.add_subcommand(name, parsers[name], help=command.help)
-    chosen = parser.parse_args(words)
+    parse = user_errors(words[0], parser.parse_args)
+    chosen = parse(words)
     if chosen.subcommand == "train" and chosen.train.resume:
         # A run continues with its own config; options of the command line are compared with it.
         parsers["train"].default_config_files = user_errors("train", config_of_run)(chosen.train.out)
-        chosen = parser.parse_args(words)
+        chosen = parse(words)
     # Without what jsonargparse notes beside the options, such as the files that it read.
     options = dict(chosen[chosen.subcommand].clone(with_meta=False)) if chosen[chosen.subcommand] else {}
     options.pop("config", None)
@@ -145,12 +146,14 @@ def export_parser() -> OptionParser:
 
 def export(source: str, out: str) -> str:
     """A flat folder with weights and code."""
-    from lengthwise.loading import resolve_checkpoint
+    from lengthwise.loading import readable, resolve_checkpoint, undamaged
     from lengthwise.model.export import class_of, export
 
     checkpoint = resolve_checkpoint(source)
-    folder = export(checkpoint, out)
-    loader = class_of(checkpoint).__name__.replace("Lengthwise", "AutoModel")
+    with readable(checkpoint):
+        loader = class_of(checkpoint).__name__.replace("Lengthwise", "AutoModel")
+    with undamaged(checkpoint):
+        folder = export(checkpoint, out)
     return f"{folder} loads with {loader}.from_pretrained(..., trust_remote_code=True)"
 
 

@@ -1,5 +1,6 @@
 """Checks at the public doors. An error says what was expected, what was got and, where it helps, what to do."""
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -7,6 +8,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Kind = Literal["floating-point", "integer", "bool"]
+LARGEST = sys.float_info.max
 
 
 class UserError(Exception):
@@ -38,10 +40,10 @@ def check_int(name: str, value: object, advice: str = "", least: int = 1) -> Non
         raise ValueError(_message(f"{name} must be {kind}, got {describe(value)}", advice))
 
 
-def check_number(name: str, value: object, advice: str = "", most: float = float("inf")) -> None:
-    """A number above 0, up to `most`."""
+def check_number(name: str, value: object, advice: str = "", most: float = LARGEST) -> None:
+    """A finite number above 0, up to `most`."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= most:
-        limit = "" if most == float("inf") else f" and at most {most:g}"
+        limit = "" if most == LARGEST else f" and at most {most:g}"
         raise ValueError(_message(f"{name} must be a number above 0{limit}, got {describe(value)}", advice))
 
 

@@ -4,11 +4,14 @@ Folders that are whole or not there are in runs.py.
 """
 
 import hashlib
+import json
+import math
 import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 def cache_folder() -> Path:
@@ -39,6 +42,19 @@ def write_atomic(path: str | Path, content: str | bytes) -> Path:
     with replacing(path) as partial:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
     return path
+
+
+def json_text(content: Any) -> str:
+    """JSON that every reader takes: a number that is not finite, which JSON does not have, is null."""
+    return json.dumps(_finite(content), indent=1, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    return [_finite(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def file_hash(path: Path) -> str:

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from jaxtyping import Int
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -26,7 +28,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -34,7 +35,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
 from lengthwise.data import Split, documents, load_tokenizer
-from lengthwise.data.tokenizers import encode, tokenizer_hash
+from lengthwise.data.tokenizers import encode, saved_tokenizer, tokenizer_hash
 from lengthwise.encodings import ENCODINGS
 from lengthwise.encodings.registry import is_encoding
 from lengthwise.errors import OptionError, UserError, check_int
@@ -192,19 +193,28 @@ def local_device(name: str) -> torch.device:
     return device
 
 
-def _from_pretrained(
-    checkpoint: str, dtype: torch.dtype | str, *, trust_remote_code: bool
-) -> tuple[Any, PreTrainedTokenizerBase | None]:
-    refuse_pickles(checkpoint)
+@contextmanager
+def undamaged(checkpoint: str) -> Iterator[None]:
+    """A LoadError where a file of a checkpoint is damaged, for which transformers and safetensors have many others."""
     try:
-        if marked_config(checkpoint) is not None:
-            return load_fitted(checkpoint, dtype=dtype), _tokenizer(checkpoint, trust_remote_code=trust_remote_code)
-        config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
-        options = {"config": config, "dtype": dtype, "trust_remote_code": trust_remote_code, "use_safetensors": True}
-        model = _with_its_head(_class_for(config), checkpoint, options)
-        return model, _tokenizer(checkpoint, trust_remote_code=trust_remote_code)
+        yield
+    except UserError:
+        raise
+    except (AttributeError, LookupError, SafetensorError, StrictDataclassError, TypeError) as error:
+        fault = f"{type(error).__name__}: {_first_line(error)}"
+        raise LoadError(f"{checkpoint!r} is damaged, or no checkpoint: {fault}") from error
+
+
+@contextmanager
+def readable(checkpoint: str) -> Iterator[None]:
+    """A LoadError that names a checkpoint, or what was taken for one, where it cannot be read."""
+    try:
+        with undamaged(checkpoint):
+            yield
     except OptionError as error:
         raise OptionError(f"{checkpoint!r} cannot be loaded: {error}") from error
+    except LoadError:
+        raise
     except (OSError, ValueError) as error:
         if "trust_remote_code" in str(error):
             raise LoadError(
@@ -212,6 +222,19 @@ def _from_pretrained(
                 "--trust-remote-code"
             ) from None
         raise LoadError(f"{_EXPECTED}, got {checkpoint!r}, which cannot be loaded: {_first_line(error)}") from error
+
+
+def _from_pretrained(
+    checkpoint: str, dtype: torch.dtype | str, *, trust_remote_code: bool
+) -> tuple[Any, PreTrainedTokenizerBase | None]:
+    refuse_pickles(checkpoint)
+    with readable(checkpoint):
+        if marked_config(checkpoint) is not None:
+            return load_fitted(checkpoint, dtype=dtype), _tokenizer(checkpoint, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+        options = {"config": config, "dtype": dtype, "trust_remote_code": trust_remote_code, "use_safetensors": True}
+        model = _with_its_head(_class_for(config), checkpoint, options)
+        return model, _tokenizer(checkpoint, trust_remote_code=trust_remote_code)
 
 
 def _on(device: torch.device, model: Any) -> PreTrainedModel:
@@ -241,8 +264,7 @@ def _tokenizer(checkpoint: str, *, trust_remote_code: bool) -> PreTrainedTokeniz
     folder = Path(checkpoint)
     if folder.is_dir() and not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
         return None
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
-    return tokenizer
+    return saved_tokenizer(checkpoint, trust_remote_code=trust_remote_code)
 
 
 @contextmanager

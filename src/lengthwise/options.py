@@ -77,7 +77,11 @@ class OptionParser(ArgumentParser):
     ) -> Namespace:
         """Parse the words of a command line."""
         words = self._with_lists(sys.argv[1:] if args is None else args)
-        parsed: Namespace = super().parse_args(words, namespace, **options)
+        try:
+            parsed: Namespace = super().parse_args(words, namespace, **options)
+        except UnicodeDecodeError as error:
+            got = f"byte {error.object[error.start]:#04x} at offset {error.start}"
+            raise ValueError(f"a config must be UTF-8, got {got} ({error.reason})") from None
         return parsed
 
     def _with_lists(self, words: Sequence[str]) -> list[str]:

@@ -17,6 +17,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -43,13 +44,24 @@ def load_tokenizer(name: str, *, source: str | Path = "stdlib", cache: Path | No
     if name == "gpt2":
         return _gpt2()
     if (Path(name) / "tokenizer_config.json").is_file() or (Path(name) / "tokenizer.json").is_file():
-        return _with_end(AutoTokenizer.from_pretrained(name, local_files_only=True), name)
+        return _with_end(saved_tokenizer(name, local_files_only=True), name)
     if files := _gpt2_files(Path(name)):
         return _from_gpt2_files(*files)
     raise ValueError(
         "tokenizer must be 'bytes', 'bpe:' and a size such as 'bpe:2048', 'gpt2', or a folder with a saved tokenizer, "
         f"got {name!r}"
     )
+
+
+def saved_tokenizer(name: str, **options: bool) -> Any:
+    """A tokenizer as transformers saved it."""
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(name, **options)
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # of no class of its own: so says tokenizers that a file is damaged
+        raise ValueError(f"the tokenizer of {name} cannot be read: {error}") from error
+    return tokenizer
 
 
 def with_mask_token(tokenizer: PreTrainedTokenizerFast, name: str) -> PreTrainedTokenizerFast:

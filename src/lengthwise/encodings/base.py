@@ -257,6 +257,16 @@ class Encoding(nn.Module):
         return f"heads={shape.heads}, width={shape.width}, head_dim={shape.head_dim}, causal={shape.causal}"
 
 
+class QueryEncoding(Encoding):
+    """Shaw's encoding and its heirs: their bias is a product of the layer's own queries and something else."""
+
+    uses_qk: ClassVar[tuple[Hook, ...]] = ("bias",)
+
+    def queries(self, q: Tensor | None, layout: TokenLayout) -> Queries:
+        """The layer's queries in float32 or better."""
+        return every_head("q", q, self.shape, layout.query_count)
+
+
 def checked_tokens(x: Tokens, width: int) -> None:
     """An error unless x is (batch, position, width)."""
     if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != width or not x.is_floating_point():

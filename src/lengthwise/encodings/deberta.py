@@ -17,12 +17,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from lengthwise.bias import QueryDistanceBias, SumBias
-from lengthwise.encodings._queries import QueryEncoding
 from lengthwise.encodings._table_cache import TableCache, is_decoding
 from lengthwise.encodings.base import (
     AttentionShape,
     Keys,
     Queries,
+    QueryEncoding,
     State,
     Tokens,
     checked_state,

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lengthwise.bias import QueryDistanceBias
-from lengthwise.encodings._queries import QueryEncoding
-from lengthwise.encodings.base import AttentionShape, State, Tokens
+from lengthwise.encodings.base import AttentionShape, QueryEncoding, State, Tokens
 from lengthwise.errors import check_int
 from lengthwise.token_layout import TokenLayout
 

@@ -13,9 +13,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lengthwise.bias import QueryDistanceBias, at_least_float32, without_autocast
-from lengthwise.encodings._queries import QueryEncoding
 from lengthwise.encodings._table_cache import TableCache, is_decoding, table_reach
-from lengthwise.encodings.base import AttentionShape, Keys, Queries, State, Tokens, reset_linear
+from lengthwise.encodings.base import AttentionShape, Keys, Queries, QueryEncoding, State, Tokens, reset_linear
 from lengthwise.errors import check_int
 from lengthwise.token_layout import TokenLayout
 

@@ -25,7 +25,7 @@ class EvalConfig:
     )
     text: str | None = option(None, "the source whose held-out text is used; stdlib, or in a study that of --data")
     windows: int | None = option(
-        None, "windows at most, at each length, or under fair places in the text; 256, or in a study 128"
+        None, "text windows at most, at each length, or under fair places in the text; 256, or in a study 128"
     )
     stride: int | None = option(
         None, "tokens scored at a place (fair: the shortest length) or in a window (sliding: half of the length)"

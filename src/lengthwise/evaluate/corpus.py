@@ -104,7 +104,7 @@ def _bytes(document: str, ends: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.diff(covered, prepend=0)
 
 
-class Window(NamedTuple):
+class TextWindow(NamedTuple):
     """Reads tokens[begin : begin + length] and is scored on its last `scored` predictions."""
 
     begin: int
@@ -118,14 +118,14 @@ class Window(NamedTuple):
         return slice(stop - self.scored, stop)
 
 
-class WindowPlan(NamedTuple):
+class TextWindowPlan(NamedTuple):
     """The windows of one length, and the protocol as a sentence."""
 
-    windows: list[Window]
+    windows: list[TextWindow]
     description: str
 
 
-def plan_windows(
+def plan_text_windows(
     protocol: Protocol,
     total: int,
     length: int,
@@ -134,7 +134,7 @@ def plan_windows(
     longest: int,
     windows: int,
     stride: int | None = None,
-) -> WindowPlan:
+) -> TextWindowPlan:
     """The windows at one of several lengths in a text of `total` tokens, at most `windows` of them.
 
     `stride` is how many tokens are scored at a place under fair (at most, and by default, the shortest length), and in
@@ -156,13 +156,13 @@ def plan_windows(
     return _fair(total, length, longest, windows, min(stride or shortest, shortest))
 
 
-def _paper(total: int, length: int, windows: int) -> WindowPlan:
+def _paper(total: int, length: int, windows: int) -> TextWindowPlan:
     count = min(windows, (total - 1) // length)
-    chosen = [Window(i * length, length, length) for i in range(count)]
-    return WindowPlan(chosen, f"paper: consecutive windows from the start of the text, at most {windows:,}")
+    chosen = [TextWindow(i * length, length, length) for i in range(count)]
+    return TextWindowPlan(chosen, f"paper: consecutive windows from the start of the text, at most {windows:,}")
 
 
-def _fair(total: int, length: int, longest: int, windows: int, stride: int) -> WindowPlan:
+def _fair(total: int, length: int, longest: int, windows: int, stride: int) -> TextWindowPlan:
     """`stride` tokens at each of `windows` places; at a short length several windows share them."""
     # A window scores at most a quarter of its length, so that every token has at least the rest as its context.
     most = max(1, longest // 4)
@@ -175,17 +175,17 @@ def _fair(total: int, length: int, longest: int, windows: int, stride: int) -> W
     for end in ends:
         for left in range(stride, 0, -step):
             scored = min(step, left)
-            chosen.append(Window(end - left + scored - length, length, scored))
-    return WindowPlan(
+            chosen.append(TextWindow(end - left + scored - length, length, scored))
+    return TextWindowPlan(
         chosen,
         f"fair: the same {count * stride:,} tokens at every length, each after at least three quarters of it",
     )
 
 
-def _sliding(total: int, length: int, windows: int, stride: int) -> WindowPlan:
+def _sliding(total: int, length: int, windows: int, stride: int) -> TextWindowPlan:
     stride = min(stride, length)
-    chosen = [Window(0, length, length)]
+    chosen = [TextWindow(0, length, length)]
     while chosen[-1].targets.stop < total and len(chosen) < windows:
         stop = min(chosen[-1].targets.stop + stride, total)
-        chosen.append(Window(stop - 1 - length, length, stop - chosen[-1].targets.stop))
-    return WindowPlan(chosen, f"sliding: every token once, windows moved by {stride}, at most {windows:,}")
+        chosen.append(TextWindow(stop - 1 - length, length, stop - chosen[-1].targets.stop))
+    return TextWindowPlan(chosen, f"sliding: every token once, windows moved by {stride}, at most {windows:,}")

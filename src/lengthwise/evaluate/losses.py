@@ -31,7 +31,7 @@ from lengthwise.distributed import is_shared, ring_loss
 from lengthwise.encodings import Encoding, PositionError
 from lengthwise.errors import check_int
 from lengthwise.evaluate.config import Protocol
-from lengthwise.evaluate.corpus import Corpus, Window, WindowPlan, plan_windows
+from lengthwise.evaluate.corpus import Corpus, TextWindow, TextWindowPlan, plan_text_windows
 from lengthwise.evaluate.progress import Progress, work
 from lengthwise.evaluate.statistics import Interval, bootstrap
 from lengthwise.model import LengthwiseForCausalLM
@@ -52,7 +52,7 @@ LOGIT_ROWS = 512
 class LengthPlan:
     """What will be computed at one length, or why it cannot be."""
 
-    plan: WindowPlan
+    plan: TextWindowPlan
     chunk: int | None = None
     every_place: bool = False
     """Whether the loss is wanted at every place of the windows."""
@@ -194,7 +194,7 @@ def plan_lengths(
     ends = {"shortest": lengths[0], "longest": lengths[-1]}
     plans = []
     for length in lengths:
-        plan = plan_windows(protocol, total, length, windows=windows, stride=stride, **ends)
+        plan = plan_text_windows(protocol, total, length, windows=windows, stride=stride, **ends)
         every = by_position and length == lengths[-1] and not length_dependent(model)
         scored = length if every else plan.windows[0].scored
         try:
@@ -287,7 +287,7 @@ def _losses(
     return losses
 
 
-def _stacked(corpus: Corpus, windows: Sequence[Window]) -> torch.Tensor:
+def _stacked(corpus: Corpus, windows: Sequence[TextWindow]) -> torch.Tensor:
     tokens = np.stack([corpus.tokens[w.begin : w.begin + w.length + 1] for w in windows])
     if corpus.start is not None:
         tokens[:, 0] = corpus.start

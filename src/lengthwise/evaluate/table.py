@@ -6,7 +6,6 @@ so with more than one tokenizer the table has bits per byte, and a note on the r
 
 import csv
 import io
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import numpy as np
 
 from lengthwise.evaluate.losses import Score
 from lengthwise.evaluate.statistics import Holds, Interval, bootstrap, holds_to, paired_difference
+from lengthwise.files import json_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -195,7 +195,7 @@ class LengthTable:
         holds = {name: held._asdict() for name in self.names if (held := self.holds(name)) is not None}
         scores = [score.as_json() for score in self.scores]
         whole = {"metric": self.metric, "cells": cells, "holds": holds, "scores": scores}
-        return json.dumps(_finite(whole), indent=1)
+        return json_text(whole)
 
 
 def rise_figure(table: LengthTable, *, train_length: int) -> "Figure":
@@ -294,12 +294,3 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 def _escaped(word: str) -> str:
     return "".join("\\" + letter if letter in "&%$#_{}" else letter for letter in word)
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN: null."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _finite(part) for key, part in value.items()}
-    return [_finite(part) for part in value] if isinstance(value, list | tuple) else value

@@ -111,6 +111,10 @@ def check_names(names: Sequence[str]) -> None:
         raise ValueError("expected an encoding, a run, a checkpoint folder or a name on the hub, got nothing to show")
 
 
+MOST = 10_000
+"""Layers or heads; a larger number is a slip."""
+
+
 def parse_numbers(name: str, text: str) -> list[int]:
     """Numbers counted from 1, as people write them, to numbers counted from 0.
 
@@ -120,7 +124,8 @@ def parse_numbers(name: str, text: str) -> list[int]:
     numbers: list[int] = []
     for span in text.split(","):
         first, _, last = span.strip().partition("-")
-        if not first.isdigit() or not (last or first).isdigit() or int(first) < 1 or int(last or first) < int(first):
+        counted = first.isdecimal() and (last or first).isdecimal()
+        if not counted or not 1 <= int(first) <= int(last or first) <= MOST:
             raise ValueError(f"{name} must be numbers from 1 on, such as '1-3,12', got {text!r}")
         numbers += range(int(first) - 1, int(last or first))
     return numbers

@@ -18,7 +18,7 @@ from lengthwise.evaluate.retrieval import RetrievalTable, retrieval_figure
 from lengthwise.evaluate.statistics import Interval
 from lengthwise.evaluate.table import format_value, length_figure, markdown, rise_figure
 from lengthwise.evaluate.tasks import task_rows
-from lengthwise.files import write_atomic
+from lengthwise.files import json_text, write_atomic
 from lengthwise.study.results import StudyResults, origin
 from lengthwise.study.runs import StudyRun
 from lengthwise.views.line_plot import Line, lines_figure
@@ -27,8 +27,10 @@ from lengthwise.views.style import in_few_colours, png
 STYLE = """
 :root{color-scheme:light}body{font:16px/1.55 system-ui,sans-serif;max-width:60rem;margin:3rem auto;padding:0 1.2rem;
 color:#1b1f24;background:#fff}h1{font-size:1.9rem;line-height:1.2}h2{margin-top:2.6rem;font-size:1.25rem;
-border-bottom:1px solid #d8dee4;padding-bottom:.3rem}table{border-collapse:collapse;font-variant-numeric:tabular-nums;
-margin:1rem 0;display:block;overflow-x:auto}td,th{padding:.28rem .8rem;text-align:right;border-bottom:1px solid #eaeef2;
+border-bottom:1px solid #d8dee4;padding-bottom:.3rem}
+table{border-collapse:collapse;font-size:.875rem;font-variant-numeric:tabular-nums;
+margin:1rem 0 1rem 50%;transform:translateX(-50%);display:block;overflow-x:auto;width:max-content;min-width:100%;
+max-width:calc(100vw - 3rem)}td,th{padding:.28rem .6rem;text-align:right;border-bottom:1px solid #eaeef2;
 white-space:nowrap}td:first-child,th:first-child{text-align:left}th{border-bottom:2px solid #57606a}
 img{max-width:100%;height:auto}
 pre{background:#f6f8fa;padding:.9rem;overflow-x:auto;font-size:.8rem;line-height:1.5}small,figcaption{color:#57606a}
@@ -62,7 +64,7 @@ def write_report(results: StudyResults, out: Path) -> Path:
     """Write HTML, Markdown and JSON, each whole or not at all; the HTML file's path."""
     title, sections = results.config.title, report_sections(results, out)
     content = results.as_json() | {"title": title, "sections": [as_json(section) for section in sections]}
-    write_atomic(out / "study.json", json.dumps(content, indent=1) + "\n")
+    write_atomic(out / "study.json", json_text(content))
     write_atomic(out / "report.md", as_markdown(title, sections))
     for picture in (picture for section in sections for picture in section.pictures if picture.name):
         write_atomic(out / f"{picture.name}.png", picture.content)

@@ -7,7 +7,6 @@ reports, is never looked at, nor is the seed used again.
 """
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,13 @@ from typing import Any
 import torch
 
 from lengthwise.errors import check_int
-from lengthwise.files import write_atomic
+from lengthwise.files import json_text, write_atomic
 from lengthwise.study.config import StudyConfig
 from lengthwise.study.engine import StudyProgress, train_runs
 from lengthwise.study.engines import make_engine
-from lengthwise.study.results import origin
+from lengthwise.study.results import TrainingOutcome, origin
 from lengthwise.study.runs import StudyRun, run_name, training_of
-from lengthwise.train.config import RECIPES_BY_OBJECTIVE, TrainConfig
+from lengthwise.train.config import TrainConfig, recipe_for
 from lengthwise.train.distributed import encoding_parameters
 from lengthwise.train.setup import MODELS, model_config
 
@@ -48,14 +47,11 @@ def with_tuned_rates(config: StudyConfig) -> StudyConfig:
             ended = train_runs(waiting, out=out / "tuning", engine=engine, progress=progress)
     finally:
         engine.close()
-    for encoding, runs in tries.items():
-        if not any(run.is_finished for run in runs):
-            failures = [outcome.failure for run in runs if (outcome := ended.get(run.name)) is not None]
-            raise RuntimeError(f"at least one try of {encoding!r} must end well, got none: {failures[-1]}")
-    losses = {encoding: [_result(run) for run in runs] for encoding, runs in tries.items()}
-    chosen = {encoding: _rates(min(results, key=lambda r: r["loss"])) for encoding, results in losses.items()}
-    content = {"steps": config.tune_steps, "chosen": chosen, "tries": losses, "born": origin("lengthwise study --tune")}
-    write_atomic(out / "tuning.json", json.dumps(content, indent=1) + "\n")
+    results = {encoding: [_result(run, ended.get(run.name)) for run in runs] for encoding, runs in tries.items()}
+    chosen = {encoding: _best_rates(encoding, tried) for encoding, tried in results.items()}
+    born = origin("lengthwise study --tune")
+    content = {"steps": config.tune_steps, "chosen": chosen, "tries": results, "born": born}
+    write_atomic(out / "tuning.json", json_text(content))
     return dataclasses.replace(config, rates=config.rates | chosen)
 
 
@@ -71,8 +67,7 @@ def encoding_tries(config: StudyConfig, encoding: str) -> list[StudyRun]:
         evaluate_tokens=VALIDATION_TOKENS,
     )
     length = base.resolved().length
-    recipe = RECIPES_BY_OBJECTIVE[base.objective][base.preset]
-    rate = config.training.learning_rate or recipe.learning_rate
+    rate = config.training.learning_rate or recipe_for(base.objective, base.preset, base.optimizer).learning_rate
     if has_parameters(base):
         rates = [(rate, rate * factor) for factor in ENCODING_FACTORS]
     else:
@@ -102,17 +97,27 @@ def has_parameters(config: TrainConfig) -> bool:
     return bool(encoding_parameters(model))
 
 
-def _result(run: StudyRun) -> dict[str, Any]:
+def _result(run: StudyRun, outcome: TrainingOutcome | None) -> dict[str, Any]:
+    """The rates of a try and its loss; None with the reason where it has none."""
     resolved = run.resolved
-    (loss,) = run.run.metrics[-1]["held_out"].values() if run.run is not None and run.is_finished else (math.inf,)
-    return {
+    result: dict[str, Any] = {
         "learning_rate": resolved.learning_rate,
         "encoding_learning_rate": resolved.encoding_learning_rate,
-        "loss": loss,
+        "loss": None,
     }
+    if run.run is None or not run.is_finished:
+        return result | {"failure": (outcome and outcome.failure) or "not finished"}
+    (loss,) = run.run.metrics[-1]["held_out"].values()
+    return result | ({"loss": loss} if math.isfinite(loss) else {"failure": f"diverged: its loss is {loss}"})
 
 
-def _rates(result: dict[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in result.items() if name != "loss"} | {
-        "final_learning_rate": result["learning_rate"] / 10
+def _best_rates(encoding: str, results: list[dict[str, Any]]) -> dict[str, float]:
+    ended_well = [result for result in results if result["loss"] is not None]
+    if not ended_well:
+        raise RuntimeError(f"at least one try of {encoding!r} must end well, got none: {results[-1]['failure']}")
+    best = min(ended_well, key=lambda result: result["loss"])
+    return {
+        "learning_rate": best["learning_rate"],
+        "encoding_learning_rate": best["encoding_learning_rate"],
+        "final_learning_rate": best["learning_rate"] / 10,
     }

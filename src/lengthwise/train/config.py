@@ -5,11 +5,13 @@ is not loaded here: the command line is made from these fields.
 """
 
 import dataclasses
+import functools
+import json
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any, Literal
 
 from lengthwise.options import option
-from lengthwise.train.rates import tuned_rates
 
 Objective = Literal["causal", "mlm", "contrastive"]
 Optimizer = Literal["adamw", "muon"]
@@ -125,6 +127,34 @@ CONTRASTIVE_RECIPES = {
 
 RECIPES_BY_OBJECTIVE = {"causal": RECIPES, "mlm": ENCODER_RECIPES, "contrastive": CONTRASTIVE_RECIPES}
 
+OTHER_RATES = dict.fromkeys((("causal", "nano", "adamw"), ("mlm", "nano", "adamw")), (3e-3, 3e-4))
+"""By objective, preset and optimizer: the highest and the last rate where the recipe's are for another optimizer."""
+
+
+def recipe_for(objective: Objective, preset: str, optimizer: Optimizer | None) -> Recipe:
+    """The recipe of a preset; under another optimizer than its own, where nothing was tuned, with one rate for all."""
+    recipe = RECIPES_BY_OBJECTIVE[objective][preset]
+    if optimizer in (None, recipe.optimizer):
+        return recipe
+    own = recipe.learning_rate, recipe.final_learning_rate
+    highest, last = OTHER_RATES.get((objective, preset, str(optimizer)), own)
+    return dataclasses.replace(recipe, learning_rate=highest, final_learning_rate=last, encoding_learning_rate=highest)
+
+
+def tuned_rates(preset: str, encoding: str) -> dict[str, float]:
+    """The rates that were chosen for an encoding; none where it was not tuned.
+
+    The table is what `lengthwise study --tune` wrote: every try and its loss on a part of the training text that no
+    report uses, with the same number of tries for each encoding.
+    """
+    return dict(_tuned_table().get(preset, {}).get("chosen", {}).get(encoding, {}))
+
+
+@functools.cache
+def _tuned_table() -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((files("lengthwise.train") / "tuned_rates.json").read_text())
+    return content
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -212,13 +242,9 @@ class TrainConfig:
             known = ", ".join(map(repr, recipes))
             raise ValueError(f"unknown preset {self.preset!r}; known: {known}")
         given = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
-        recipe = dataclasses.asdict(recipes[self.preset])
-        if self.optimizer in (None, recipe["optimizer"]):
-            # Only causal models were tuned.
-            recipe |= tuned_rates(self.preset, self.tuned_by) if self.objective == "causal" else {}
-        else:
-            # Another optimizer than the recipe's: nothing was tuned for it, so the encoding has no rate of its own.
-            recipe["encoding_learning_rate"] = recipe["learning_rate"]
+        recipe = dataclasses.asdict(recipe_for(self.objective, self.preset, self.optimizer))
+        if self.objective == "causal" and self.optimizer in (None, recipe["optimizer"]):
+            recipe |= tuned_rates(self.preset, self.tuned_by)
         if self.learning_rate is not None:
             # The encoding's rate keeps its ratio to the model's.
             recipe["encoding_learning_rate"] *= self.learning_rate / recipe["learning_rate"]
@@ -255,7 +281,7 @@ class ResolvedTrainConfig(Recipe, TrainConfig):
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be a number from 0 to below 1, got {getattr(self, name)}")
-        if self.weight_decay < 0:
+        if not 0 <= self.weight_decay < float("inf"):
             raise ValueError(f"weight_decay must be a number, 0 or more, got {self.weight_decay}")
         self._check_objective()
         check_int("length", self.length, least=2)
