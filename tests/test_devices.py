@@ -5,6 +5,9 @@ models train and decode there, by the road of a device. (Fake tensors of CUDA wo
 cannot so much as slice one.)
 """
 
+import signal
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +15,18 @@ import torch
 from model_kit import CASES, SCHEDULES, make_cache, make_config
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from train_kit import small_config
 
 import lengthwise as lw
 from lengthwise.attention import checked_call, choose, preference, triton
-from lengthwise.model import LengthwiseForCausalLM
+from lengthwise.inspect import capture
+from lengthwise.inspect.model_maps import position_records
+from lengthwise.inspect.scores import BiasRows, BlockMask, score_block, weights_of
+from lengthwise.model import LengthwiseEncoder, LengthwiseEncoderConfig, LengthwiseForCausalLM
+from lengthwise.train import loop, optimizers
+from lengthwise.train.distributed import World
+from lengthwise.train.logging import MetricsBuffer
+from lengthwise.train.signals import Stopped
 
 LENGTH = 29
 ORDER_MATTERS = (
@@ -74,6 +85,89 @@ def test_decoding_reads_nothing_back(case, cache):
     for length in (20, 1, 1):
         out = model(input_ids=meta_ids(length), past_key_values=past, use_cache=True)
         assert out.logits.shape[:2] == (2, length)
+
+
+@pytest.mark.parametrize("case", [*CASES, *SCHEDULES])
+def test_position_maps_are_captured_without_a_number(case, monkeypatch):
+    """Comparing with the layer's output, and knowing which keys need no masking, need numbers; the rest does not."""
+    monkeypatch.setattr(capture, "verify", lambda record, name: None)
+    monkeypatch.setattr(BlockMask, "is_causal", False)
+    rows, columns = slice(LENGTH - 4, LENGTH), slice(0, LENGTH)
+    records = position_records(meta_model(case).eval(), meta_ids())
+    assert len(records) == 2
+    for record in records:
+        visible = BlockMask(rows, columns, record.mask(rows, columns), free=0)
+        with torch.no_grad():
+            block = score_block(record, visible, slice(0, record.shape[1]), BiasRows(record, 4).block(visible))
+            assert weights_of(record, block).device.type == "meta"
+
+
+def test_an_encoder_trains_on_padded_texts_without_reading_how_long_they_are():
+    model = LengthwiseEncoder(LengthwiseEncoderConfig.preset("nano", encoding="cable", vocab_size=64)).to("meta")
+    out = model.train()(meta_ids(), attention_mask=torch.ones_like(meta_ids())).last_hidden_state
+    out.sum().backward()
+    assert out.shape[:2] == (2, LENGTH)
+
+
+# Training.
+
+META = World(0, 1, torch.device("meta"), sharded=False)
+
+
+@pytest.mark.parametrize(("encoding", "optimizer"), [("cable", "adamw"), ("fire", "muon")])
+def test_a_training_run_reads_its_losses_every_few_steps_and_nothing_else(encoding, optimizer, tmp_path, monkeypatch):
+    reads = []
+
+    def read(buffer: MetricsBuffer) -> list[dict[str, Any]]:
+        assert all(values.device.type == "meta" for values in buffer._values)
+        lines = [line | {"loss": 1.0, "gradient": 1.0} for line in buffer._lines]
+        reads.append([line["step"] for line in lines])
+        buffer.__init__()
+        return lines
+
+    monkeypatch.setattr(MetricsBuffer, "read", read)
+
+    def stop(*_: Any) -> None:
+        raise Stopped("the checkpoint", signal.SIGTERM)
+
+    monkeypatch.setattr(loop, "save_checkpoint", stop)
+    config = small_config(tmp_path, encoding=encoding, optimizer=optimizer, steps=20, checkpoint_every=7, log_every=3)
+    config = replace(config, evaluate_every=20, evaluate_lengths=[33])
+    with pytest.raises(Stopped, match="the checkpoint"):
+        loop.run(config.resolved(), META)
+    assert reads == [[1, 2, 3], [4, 5, 6], [7]]
+
+
+def test_batches_go_to_cuda_from_pinned_memory_and_to_other_devices_as_they_are():
+    x = torch.ones(3)
+    assert World(0, 1, torch.device("cpu"), sharded=False).put(x) is x
+    assert META.put(x).device.type == "meta"
+    assert META.put(None) is None
+    copies = []
+    pinned = SimpleNamespace(to=lambda device, non_blocking: copies.append((device, non_blocking)))
+    World(0, 1, torch.device("cuda:0"), sharded=False).put(SimpleNamespace(pin_memory=lambda: pinned))
+    assert copies == [(torch.device("cuda:0"), True)]
+
+
+def test_a_fused_optimizer_goes_on_from_its_moments(monkeypatch, tmp_path):
+    monkeypatch.setattr(optimizers, "FUSED", ("cpu",))
+    config = small_config(tmp_path).resolved()
+    models = [LengthwiseForCausalLM(make_config("cable")) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    both = [optimizers.Optimizers(config, model) for model in models]
+    for step in (1, 2):
+        for model, own in zip(models, both, strict=True):
+            for number, parameter in enumerate(model.parameters()):
+                parameter.grad = torch.full_like(parameter, 0.1 * step + 0.01 * number)
+            own.step(1e-3)
+        if step == 1:
+            both[1] = optimizers.Optimizers(config, models[1])
+            both[1].start_moments(1)
+            for ours, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
+                for name, moment in both[1].moments(ours).items():
+                    moment.copy_(both[0].moments(theirs)[name])
+    for ours, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 # The choice of "auto".

@@ -9,11 +9,12 @@ import threading
 
 import pytest
 import yaml
-from train_kit import assert_same_run, in_processes, small_config
+from train_kit import assert_same_run, in_processes, numbers, small_config
 
 from lengthwise.cli import main
 from lengthwise.runs import Run, RunWriter
 from lengthwise.train import loop, train
+from lengthwise.train.distributed import World
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +141,23 @@ def test_a_loss_that_is_not_a_number_ends_the_run_and_is_not_kept(tmp_path, monk
         train(config)
     assert len(Run(config.out).metrics) == 6
     assert [path.name for path in Run(config.out).checkpoints] == ["step-00000004"]
+
+
+def test_a_run_whose_losses_are_read_now_and_then_is_the_same_run(tmp_path, whole, monkeypatch):
+    monkeypatch.setattr(World, "reads_for_free", False)
+    assert_same_run(train(small_config(tmp_path, log_every=3)), whole)
+    # A loss that is not a number is seen later, and the lines before it are there.
+    forward, calls = loop.SummedLoss.forward, []
+
+    def broken(self, *arguments):
+        calls.append(self.training)
+        return forward(self, *arguments) * (float("nan") if sum(calls) == 10 else 1)
+
+    monkeypatch.setattr(loop.SummedLoss, "forward", broken)
+    config = small_config(tmp_path, "broken", log_every=3)
+    with pytest.raises(FloatingPointError, match=r"loss nan .* at step 10.* checkpoint is .*step-00000008"):
+        train(config)
+    assert numbers(Run(config.out)) == numbers(whole)[:9]
 
 
 def test_two_runs_in_one_folder_are_refused_while_and_after(tmp_path):

@@ -1,6 +1,6 @@
 """What test_triton.py runs in a process of its own, where Triton interprets its kernels on the CPU."""
 
-import importlib.util
+import importlib
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +13,9 @@ from random_calls import RandomCall, accepts, judge, random_call, run_backend
 from rounding import Inside, assert_within_rounding, rounding_noise
 from tiles_case import operator_arguments
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from triton import jit
+from triton import language as tl
 from triton_cover import Choice, pairwise, products
 from triton_harness import poisoned, shuffled
 
@@ -20,6 +23,8 @@ import lengthwise as lw
 from lengthwise.attention import AttentionCall, checked_call, reference, triton
 from lengthwise.attention.backend import Refusal
 from lengthwise.attention.triton import TritonPlan, bounds, kernels, passes, plan, self_test, tiles
+from lengthwise.attention.triton.kernels.reading import put_vectors, vectors
+from lengthwise.attention.triton.terms import Terms, terms_of
 from lengthwise.bias import doubled_sums
 
 assert os.environ["TRITON_INTERPRET"] == "1"
@@ -121,6 +126,26 @@ def test_levels_are_as_exact_at_a_billion_as_at_zero():
     assert torch.allclose(near, far, atol=2e-6)
 
 
+@jit
+def copy_far(x, y, begin, stride, F: tl.constexpr):  # noqa: N803
+    """Copies rows by where they would be, were there `begin` of them before."""
+    at = begin + tl.arange(0, 4)
+    values = vectors(x - tl.cast(begin, tl.int64) * stride, begin, begin + 4, stride, 16, 16, 4, F)
+    put_vectors(y - tl.cast(begin, tl.int64) * 16, values, at, begin + 4, 16, 16, F)
+
+
+def test_rows_beyond_two_to_the_31_are_where_they_are():
+    x, y = torch.randn(4, 3 * 32 * 128), torch.zeros(4, 16)
+    layout = lw.layout(1)
+    flags = []
+    for stride in (2**30, 2**31):
+        q = x.as_strided((1, 1, 1, 16), (1, 1, stride, 1))
+        flags.append(passes._Launch(checked_call(q, q, q, layout=layout), {}).flags)
+    assert [own.WIDE for own in flags] == [False, True]
+    copy_far[(1,)](x, y, 2**28, x.stride(0), F=flags[1])
+    assert torch.equal(y, x[:, :16])
+
+
 def test_what_is_not_finite_stays_in_the_rows_that_see_it():
     q, k, v = (x.clone().requires_grad_() for x in torch.randn(3, 1, 2, 40, 16))
     with torch.no_grad():
@@ -160,10 +185,12 @@ def test_a_compiled_graph_sees_one_node_and_the_operators_keep_their_promises():
         ({"dtype": torch.float64}, "float32, float16 and bfloat16"),
         ({"dim": 160}, "up to 128 wide"),
         ({"bias": "dense"}, "got DenseBias"),
+        ({"batch": 65_536}, "up to 65,535 sequences"),
     ],
 )
 def test_what_it_cannot_take_is_refused_in_words(options, words):
-    q, k, v = torch.randn(3, 1, 1, 5, options.get("dim", 16), dtype=options.get("dtype", torch.float32))
+    shape = options.get("batch", 1), 1, 5, options.get("dim", 16)
+    q, k, v = torch.zeros(3, *shape, dtype=options.get("dtype", torch.float32))
     bias = lw.DenseBias(torch.zeros(1, 1, 5, 5)) if "bias" in options else None
     with pytest.raises(NotImplementedError, match=words):
         lw.attend(q, k, v, bias=bias, backend="triton")
@@ -252,7 +279,7 @@ def steep(
 @pytest.fixture
 def skips_short(monkeypatch):
     """Skipping at any length."""
-    monkeypatch.setattr(bounds, "SHORTEST", 0)
+    monkeypatch.setattr(tiles, "SHORTEST", 0)
 
 
 def assert_skipping_changes_nothing(call: AttentionCall, least: float) -> None:
@@ -361,29 +388,29 @@ FAULTS: dict[str, tuple[Callable[[], None], str, str]] = {
         "inside = (at >= 0)[:, None]",
     ),
     "a mask that is off by one": (right_at_the_edge, "< count.to(tl.uint32)", "<= count.to(tl.uint32)"),
-    "bits multiplied as integers": (right_in_half, "if F.HOW == 0:", "if F.HOW == 7:"),
+    "bits multiplied as integers": (right_in_half, "if F.TARGET == INTERPRETED:", "if F.TARGET == NVIDIA:"),
     "levels without their rest": (
         right_far_out,
-        "level += numbers(t.key_rest + bh * z.keys, column, z.keys, WHOLE) - ref_low",
-        "level += 0 * ref_low",
+        "level += numbers(t.key_rest + p.bh * z.keys, column, z.keys, WHOLE) - origin.rest",
+        "level += 0 * origin.rest",
     ),
     "a bound that is too generous": (right_when_skipping, "fits = lost <= small", "fits = lost <= 0.03"),
 }
 
 
 def planted(folder: Path, name: str) -> Any:
-    """The kernels with a fault."""
+    """The kernels with a fault: a copy of their folder, as a package of its own."""
     _, before, after = FAULTS[name]
-    text = Path(kernels.__file__).read_text()
-    assert before in text
-    file = folder / "planted.py"
-    file.write_text(text.replace(before, after))
-    spec = importlib.util.spec_from_file_location("planted", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    package = f"planted_{list(FAULTS).index(name)}"
+    (folder / package).mkdir()
+    changes = 0
+    for file in Path(kernels.__file__).parent.glob("*.py"):
+        text = file.read_text()
+        changes += text.count(before)
+        text = text.replace(before, after).replace(kernels.__name__, package)
+        (folder / package / file.name).write_text(text)
+    assert changes == 1
+    return importlib.import_module(package)
 
 
 @pytest.mark.usefixtures("skips_short")
@@ -391,6 +418,7 @@ def planted(folder: Path, name: str) -> Any:
 def test_a_planted_fault_is_caught(name, tmp_path, monkeypatch):
     check = FAULTS[name][0]
     check()
+    monkeypatch.syspath_prepend(tmp_path)
     module = planted(tmp_path, name)
     for home in (passes, bounds):
         for kernel in [own for own in vars(home) if own.endswith("_kernel")]:
@@ -460,7 +488,48 @@ def test_a_result_that_changes_from_run_to_run_is_no_proof(cards, monkeypatch):
     assert "other bits" in refusal.reasons[0]
 
 
-def test_in_a_graph_a_kind_must_have_proved_itself_before(cards):
+def test_a_call_that_skips_is_a_kind_of_its_own_and_skips_when_it_proves_itself(cards, monkeypatch):
+    monkeypatch.setattr(self_test, "LENGTH", 131)
+    monkeypatch.setattr(tiles, "SHORTEST", 136)
+    terms = terms_of(steep().bias)
+    assert isinstance(terms, Terms)
+    short, long = (
+        self_test.kind_of(steep(length, length), terms, follows_slots=True).has("skipping") for length in (135, 136)
+    )
+    assert (short, long) == (False, True)
+    firsts = []
+    plain = bounds.first_keys
+    monkeypatch.setattr(bounds, "first_keys", lambda *sides: firsts.append(plain(*sides)) or firsts[-1])
+    with torch.no_grad():
+        assert isinstance(plan(steep()), TritonPlan)
+    assert any(int(first.max()) > 0 for first in firsts)
+
+
+def test_a_kind_proves_itself_in_a_layer_that_is_recomputed(cards):
+    call = plain_call()
+
+    def attend(q: torch.Tensor) -> torch.Tensor:
+        return lw.attend(q, call.k, call.v, layout=call.layout, bias=call.bias, backend="triton")
+
+    recomputed, plain = (call.q.clone().requires_grad_() for _ in range(2))
+    checkpoint(attend, recomputed, use_reentrant=False).sum().backward()
+    attend(plain).sum().backward()
+    assert torch.equal(recomputed.grad, plain.grad)
+
+
+def test_in_a_capture_a_kind_must_have_proved_itself_before(cards, monkeypatch):
+    capturing = [True]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    with torch.no_grad():
+        refusal = plan(plain_call())
+        assert isinstance(refusal, Refusal)
+        assert "has not proved itself" in refusal.reasons[0]
+        for capturing[0] in (False, True):
+            assert isinstance(plan(plain_call()), TritonPlan)
+
+
+def test_in_a_compiled_graph_a_kind_must_have_proved_itself_before(cards):
     call = plain_call()
 
     def attend(q: Any, k: Any, v: Any) -> Any:

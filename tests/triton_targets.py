@@ -68,11 +68,11 @@ def launches_of(call: Any, capability: tuple[int, int]) -> list[tuple[Any, tuple
     """Every kernel that a call launches, forward and backward, with its arguments."""
     launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     plain = {name: getattr(passes, name) for name in (*KERNELS, "tile_for")}
-    bounding, shortest = bounds.bounds_kernel, bounds.SHORTEST
+    bounding, shortest = bounds.bounds_kernel, tiles.SHORTEST
     for name in KERNELS:
         setattr(passes, name, Recorder(plain[name], launches))
     # As it is at lengths that skip.
-    bounds.bounds_kernel, bounds.SHORTEST = Recorder(bounding, launches), 0
+    bounds.bounds_kernel, tiles.SHORTEST = Recorder(bounding, launches), 0
     passes.tile_for = lambda *sort: tiles.tile_for(*sort[:-1], capability)
     try:
         os.environ["TRITON_INTERPRET"] = "1"  # a plan refuses the CPU otherwise
@@ -83,7 +83,7 @@ def launches_of(call: Any, capability: tuple[int, int]) -> list[tuple[Any, tuple
         passes.backward(call, own.notes, torch.zeros_like(out), torch.zeros_like(lse), out, lse)
     finally:
         os.environ["TRITON_INTERPRET"] = "0"
-        bounds.bounds_kernel, bounds.SHORTEST = bounding, shortest
+        bounds.bounds_kernel, tiles.SHORTEST = bounding, shortest
         for name, x in plain.items():
             setattr(passes, name, x)
     return launches
@@ -97,23 +97,24 @@ def compiled(kernel: Any, args: tuple[Any, ...], named: dict[str, Any], target: 
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
 
-    def typed(x: Any, path: tuple[int, ...]) -> Any:
+    def typed(x: Any, path: tuple[int, ...], plain: bool) -> Any:
         if isinstance(x, tuple):
-            return type(x)(*(typed(part, (*path, n)) for n, part in enumerate(x)))
-        if isinstance(x, Tensor) or (isinstance(x, int) and x % 16 == 0 and x):
+            return type(x)(*(typed(part, (*path, n), plain) for n, part in enumerate(x)))
+        if isinstance(x, Tensor) or (isinstance(x, int) and not plain and x % 16 == 0 and x):
             attributes[path] = [["tt.divisibility", 16]]
         if isinstance(x, Tensor):
             return TYPES[x.dtype]
-        if isinstance(x, int | float) and x != 1:
+        if isinstance(x, int | float) and (plain or x != 1):
             return "fp32" if isinstance(x, float) else "i32"
         constants[path] = x
         return "constexpr"
 
-    for n, name in enumerate(kernel.arg_names):
+    for n, parameter in enumerate(kernel.params):
+        name = parameter.name
         if name in named:
             signature[name], constants[(n,)] = "constexpr", values[name]
         else:
-            signature[name] = typed(values[name], (n,))
+            signature[name] = typed(values[name], (n,), parameter.do_not_specialize)
     source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=target, options=options)
 

@@ -1,7 +1,8 @@
 """A run is a folder; only this file reads and writes it.
 
 config.yaml         the whole config of the run; `lengthwise train --config` repeats it
-metrics.jsonl       one JSON object a step: step, loss, tokens, seconds, lr, gradient, and held_out at some
+metrics.jsonl       one JSON object a step: step, loss, tokens, seconds, lr, gradient, and held_out at some; from a
+                    device every --log-every steps at once
 checkpoints/        step-00000100/ and so on: the last few, for `--resume`
 maps/               snapshots of the position maps, with --maps-every
 final/              the trained model with its tokenizer, as `save_pretrained` writes it

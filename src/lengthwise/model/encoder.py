@@ -6,8 +6,9 @@
     logits = ln_f(x) wte^T                           of the tokens that are masked, for LengthwiseForMaskedLM
 
 Padding costs nothing: the tokens that are not padding go through the layers as one row in which every sequence is a
-document. Where the layers themselves are looked at (hidden states, weights), under other attention functions and in
-compiled graphs, they go padded; both give the same vectors. At padding the unpadded way gives 0.
+document. Where the layers themselves are looked at (hidden states, weights), under other attention functions, in
+compiled graphs and in training on a device, which would have to wait for the number of tokens, they go padded; both
+give the same vectors. At padding the unpadded way gives 0.
 """
 
 from typing import Any, Unpack
@@ -67,6 +68,8 @@ class LengthwiseEncoder(LengthwiseTransformer):
         if mask is None or position_ids is not None or mask.shape != tokens.shape[:2]:
             return False
         if self.config._attn_implementation != NAME or torch.compiler.is_compiling():
+            return False
+        if self.training and tokens.device.type != "cpu":
             return False
         real = mask.bool()
         return not bool(real.all()) and is_in_one_piece(real)

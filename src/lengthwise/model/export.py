@@ -16,6 +16,7 @@ torch.
 import json
 import re
 import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 
 from transformers import PreTrainedConfig
@@ -37,9 +38,9 @@ FILES = (
 
 NOT_COPIED = (
     *("encodings/catalogue.py", "attention/info.py", "attention/prove.py"),
-    *("attention/triton/passes.py", "attention/triton/bounds.py", "attention/triton/kernels.py"),
+    *("attention/triton/passes.py", "attention/triton/bounds.py", "attention/triton/kernels/*"),
 )
-"""Commands of ours that no model needs, and what needs Triton."""
+"""Commands of ours that no model needs, and what needs Triton, as patterns."""
 
 KNOWN = {
     "model.configuration": "configuration_lengthwise",
@@ -142,7 +143,7 @@ def exported_modules() -> dict[str, Path]:
     return {
         name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path
         for path, name in names.items()
-        if name not in NOT_COPIED
+        if not any(fnmatch(name, pattern) for pattern in NOT_COPIED)
     }
 
 

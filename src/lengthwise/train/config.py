@@ -214,7 +214,9 @@ class TrainConfig:
     evaluate_lengths: list[int] | None = option(None, "at which lengths; 1, 2, 4 times --length")  # noqa: RUF009
     evaluate_tokens: int = option(16_384, "held-out tokens measured at each length")
     maps_every: int = option(0, "steps between snapshots of the position maps, the first before any step; 0 for none")
-    log_every: int = option(50, "steps between log lines where there is no terminal")
+    log_every: int = option(
+        50, "steps between log lines where there is no terminal, and between looks at a GPU's losses"
+    )
     tensorboard: bool = option(False, "write events for TensorBoard too")
     dry_run: bool = option(False, "print what would be trained, and stop")
     hardware: dict[str, Any] | None = option(  # noqa: RUF009

@@ -127,10 +127,9 @@ class HeldOutPairs:
         """The mean loss of a query, by the length of documents."""
         loss.eval()
         total = 0.0
-        with torch.autocast(world.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+        with world.autocast(dtype):
             for pairs in self.batches:
-                inputs = self.objective.batch(pairs)
-                total += float(loss(*(x.to(world.device) for x in inputs if x is not None)))
+                total += float(loss(*map(world.put, self.objective.batch(pairs))))
         loss.train()
         return {str(self.objective.config.length): total / sum(map(len, self.batches))}
 

@@ -70,6 +70,11 @@ class World:
         return self.rank // self.context
 
     @property
+    def reads_for_free(self) -> bool:
+        """Whether numbers can be read at any time; a device is waited for, and has nothing to do after."""
+        return self.device.type == "cpu"
+
+    @property
     def is_first_of_ring(self) -> bool:
         """Whether it is the first of those that share its sequences."""
         return self.rank % self.context == 0
@@ -83,6 +88,20 @@ class World:
         if self.size > 1:
             dist.all_reduce(values)
         return values
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is so in any process; by way of the hosts, so that no device is waited for."""
+        return bool(self.sum(torch.tensor(int(flag)))) if self.size > 1 else flag
+
+    def put(self, x: Tensor | None) -> Tensor | None:
+        """A tensor of the host on the device; to CUDA from pinned memory, which is copied while the device computes."""
+        if x is None or self.device.type != "cuda":
+            return None if x is None else x.to(self.device)
+        return x.pin_memory().to(self.device, non_blocking=True)
+
+    def autocast(self, dtype: torch.dtype) -> AbstractContextManager[None]:
+        """Around what multiplies matrices in a dtype."""
+        return torch.autocast(self.device.type, dtype) if dtype == torch.bfloat16 else nullcontext()
 
     def on_first(self, function: Callable[[], T]) -> T | None:
         """Call a function in the first process only: its result there, None in the others, its error in all."""
@@ -194,7 +213,8 @@ def join_processes(config: ResolvedTrainConfig) -> Iterator[World]:
             f"with --sharded the processes must divide the sequences of a batch, got {config.sequences} sequences and "
             f"{readers} {name}; change --batch-tokens, or start another number"
         )
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    # Hosts talk to each other without their devices: see World.any.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
         yield World(rank, size, device, sharded=config.sharded, ring=_ring(device, size, together))
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Progress of a run: a bar on a terminal, a log line now and then elsewhere; and events for TensorBoard."""
+"""Progress of a run: its metrics, a bar on a terminal, a log line now and then elsewhere, events for TensorBoard."""
 
 import logging
 import sys
@@ -6,9 +6,35 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from tqdm import tqdm
 
 log = logging.getLogger(__name__)
+
+
+class MetricsBuffer:
+    """Lines of the metrics whose numbers are still on the device: they are read together, now and then.
+
+    A device that is asked for a number finishes all that it was given first, and has nothing to do after.
+    """
+
+    def __init__(self) -> None:
+        self._lines: list[dict[str, Any]] = []
+        self._values: list[Tensor] = []
+
+    def add(self, line: dict[str, Any], **values: Tensor) -> None:
+        """A line, and the numbers that it still lacks; they are the same in every line."""
+        self._lines.append(line)
+        self._values.append(torch.stack([value.double() for value in values.values()]))
+        self._names = tuple(values)
+
+    def read(self) -> list[dict[str, Any]]:
+        """All lines with their numbers; none are left."""
+        values = torch.stack(self._values).tolist() if self._values else []
+        lines = [line | dict(zip(self._names, own, strict=True)) for line, own in zip(self._lines, values, strict=True)]
+        self._lines, self._values = [], []
+        return lines
 
 
 class ProgressLog:

@@ -2,6 +2,9 @@
 
 Everything that decides a number (weights, order of the data, learning rate) is a function of the config and the step.
 So a run that was killed and resumed is, bit for bit, the run that was not.
+
+A step reads nothing back from its device: losses are read every `log_every` steps, and before whatever depends on them
+being finite. On a CPU that is every step.
 """
 
 import logging
@@ -32,7 +35,7 @@ from lengthwise.train.checkpoint import (
 from lengthwise.train.config import ResolvedTrainConfig, TrainConfig
 from lengthwise.train.contrastive import ContrastiveObjective
 from lengthwise.train.distributed import World, clip_gradients, join_processes
-from lengthwise.train.logging import ProgressLog, TensorBoardLog
+from lengthwise.train.logging import MetricsBuffer, ProgressLog, TensorBoardLog
 from lengthwise.train.objectives import Inputs, Objective, TokenObjective
 from lengthwise.train.optimizers import Optimizers
 from lengthwise.train.setup import matmul_dtype
@@ -103,6 +106,7 @@ def run(config: ResolvedTrainConfig, world: World) -> None:
         events = Path(config.out) / "tensorboard" if config.tensorboard and world.is_first else None
         tensorboard = TensorBoardLog(events, start=start)
         stack.callback(tensorboard.close)
+        buffer = MetricsBuffer()
         began = time.monotonic() - seconds
         summed_loss.train()
 
@@ -116,33 +120,39 @@ def run(config: ResolvedTrainConfig, world: World) -> None:
                 warmup=config.warmup,
                 steps=config.steps,
             )
-            total = torch.zeros(2, dtype=torch.float64, device=world.device)
+            total = torch.zeros((), dtype=torch.float64, device=world.device)
             for inputs, is_last in micro_batches(config, objective, step, world):
                 with world.sync_gradients(summed_loss, last=is_last):
-                    with torch.autocast(world.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+                    with world.autocast(dtype):
                         loss = forward(*inputs) / objective.targets
                     # Processes average their gradients, but the loss is the sum of their parts.
                     (loss * world.size).backward()
-                total[0] += loss.detach()
-            total[1] = signals.received is not None
-            loss_now, stopping = world.sum(total).tolist()
+                total += loss.detach()
             world.average_unsharded_gradients(parameters)
-            gradient = float(clip_gradients(parameters, config.clip))
-            if not math.isfinite(loss_now) or not math.isfinite(gradient):
-                raise FloatingPointError(not_finite(config, step, loss_now, gradient))
+            gradient = clip_gradients(parameters, config.clip)
             optimizers.step(rate)
 
-            line: dict[str, Any] = {"step": step, "loss": loss_now, "tokens": step * config.batch_tokens}
-            line |= {"seconds": round(time.monotonic() - began, 3), "lr": rate, "gradient": gradient}
-            if step % config.evaluate_every == 0 or step == config.steps:
-                line["held_out"] = validation.losses(summed_loss, world, dtype)
-            if config.maps_every and (step % config.maps_every == 0 or step == config.steps):
-                save_map_snapshot(Run(config.out).map_path(step), model, validation.sample(), world)
-            if writer is not None:
-                writer.log(line)
-            tensorboard.add(line)
-            progress.add(line, config.batch_tokens)
-            if step % config.checkpoint_every == 0 or step == config.steps or stopping:
+            line: dict[str, Any] = {"step": step, "loss": None, "tokens": step * config.batch_tokens}
+            line |= {"seconds": round(time.monotonic() - began, 3), "lr": rate, "gradient": None}
+            buffer.add(line, loss=world.sum(total), gradient=gradient)
+            stopping = world.any(signals.received is not None)
+            evaluates = is_due(step, config.evaluate_every, config.steps)
+            draws_maps = bool(config.maps_every) and is_due(step, config.maps_every, config.steps)
+            saves = stopping or is_due(step, config.checkpoint_every, config.steps)
+            reads = world.reads_for_free or step % config.log_every == 0
+            # What depends on numbers being finite comes after they were looked at.
+            for line in buffer.read() if reads or evaluates or draws_maps or saves else ():
+                if not math.isfinite(line["loss"]) or not math.isfinite(line["gradient"]):
+                    raise FloatingPointError(not_finite(config, line["step"], line["loss"], line["gradient"]))
+                if evaluates and line["step"] == step:
+                    line["held_out"] = validation.losses(summed_loss, world, dtype)
+                if draws_maps and line["step"] == step:
+                    save_map_snapshot(Run(config.out).map_path(step), model, validation.sample(), world)
+                if writer is not None:
+                    writer.log(line)
+                tensorboard.add(line)
+                progress.add(line, config.batch_tokens)
+            if saves:
                 note = {"step": step, "seconds": line["seconds"], "tokens": line["tokens"], "data": objective.data_hash}
                 save_checkpoint(config, world, writer, model, optimizers, note)
             if stopping and step < config.steps:
@@ -168,6 +178,11 @@ def learning_rate(step: int, *, highest: float, final: float, warmup: int, steps
     return final + 0.5 * (1 + math.cos(math.pi * done)) * (highest - final)
 
 
+def is_due(step: int, every: int, steps: int) -> bool:
+    """Whether a step is one of every few, or the last."""
+    return step % every == 0 or step == steps
+
+
 def micro_batches(
     config: ResolvedTrainConfig, objective: Objective, step: int, world: World
 ) -> Iterator[tuple[Inputs, bool]]:
@@ -177,7 +192,7 @@ def micro_batches(
     for start in range(own.start, own.stop, config.micro_batch):
         stop = min(start + config.micro_batch, own.stop)
         inputs = objective.inputs(first + start, stop - start)
-        yield tuple(None if x is None else x.to(world.device) for x in inputs), stop == own.stop
+        yield tuple(map(world.put, inputs)), stop == own.stop
 
 
 def make_objective(config: ResolvedTrainConfig) -> Objective:

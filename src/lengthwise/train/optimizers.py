@@ -19,6 +19,10 @@ MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
 """What each optimizer remembers of a parameter, beside the step."""
 
 
+FUSED = ("cuda",)
+"""Devices on which AdamW is one kernel for all parameters; on a CPU it would round otherwise than it always did."""
+
+
 class StackedMuon(Muon):
     """torch's Muon; a weight that holds several matrices side by side is stepped as these, not as one wide matrix.
 
@@ -63,8 +67,9 @@ class Optimizers:
                     muon.append(
                         {"params": [parameter], "weight_decay": decay, "lr": rate, "highest": rate, "widths": widths}
                     )
+        self.fused = all(parameter.device.type in FUSED for parameter in model.parameters())
         self.by_name: dict[str, torch.optim.Optimizer] = {
-            "adamw": AdamW(adamw, betas=(config.beta1, config.beta2), eps=1e-8)
+            "adamw": AdamW(adamw, betas=(config.beta1, config.beta2), eps=1e-8, fused=self.fused or None)
         }
         if muon:
             self.by_name["muon"] = StackedMuon(muon, adjust_lr_fn="match_rms_adamw")
@@ -83,8 +88,9 @@ class Optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     moments = {moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS[name]}
+                    device = parameter.device if self.fused else None
                     optimizer.state[parameter] = moments | (
-                        {"step": torch.tensor(float(step))} if name == "adamw" else {}
+                        {"step": torch.tensor(float(step), device=device)} if name == "adamw" else {}
                     )
 
     def moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:

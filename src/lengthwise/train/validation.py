@@ -75,7 +75,7 @@ class Validation:
     def losses(self, loss: nn.Module, world: World, dtype: torch.dtype) -> dict[str, float]:
         """The mean loss of a token, by length."""
         loss.eval()
-        with torch.autocast(world.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+        with world.autocast(dtype):
             means = {str(length): self._mean_loss(loss, length, world) for length in self.lengths}
         loss.train()
         return means
@@ -84,7 +84,7 @@ class Validation:
         count = max(1, min(self.config.evaluate_tokens, len(self.tokens)) // length)
         at_once = min(count, max(1, self.config.micro_batch * self.config.length // length))
         starts = range(0, count, at_once)
-        total = torch.zeros(2, dtype=torch.float64)
+        total = torch.zeros(2, dtype=torch.float64, device=world.device)
         # Every process makes as many calls as every other, or sharded ones would wait for each other for ever.
         for turn in range(0, len(starts), world.readers):
             own = turn + world.reader
@@ -93,11 +93,11 @@ class Validation:
             tokens = torch.from_numpy(np.stack(rows))
             positions = document_positions(tokens, self.tokens.end) if self.config.separate_documents else None
             inputs = *self.rule.draw(tokens, first, seed=SEED), positions
-            nats = loss(*(None if x is None else x.to(world.device) for x in inputs))
+            nats = loss(*map(world.put, inputs))
             if own < len(starts):
-                targets = len(rows) * self.rule.targets(length) if world.is_first_of_ring else 0
-                total += torch.tensor([float(nats), targets], dtype=torch.float64)
-        losses, every = world.sum(total.to(world.device)).tolist()
+                total[0] += nats
+                total[1] += len(rows) * self.rule.targets(length) if world.is_first_of_ring else 0
+        losses, every = world.sum(total).tolist()
         return losses / every
 
 

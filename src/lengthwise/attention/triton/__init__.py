@@ -4,7 +4,7 @@ terms     the bias as the kernels know it
 tiles     how large tiles are, by kernel, precision and card
 passes    what is launched for a call, forward and backward
 bounds    the keys that provably cannot matter
-kernels   the kernels themselves
+kernels/  the kernels themselves
 self_test a proof on the device itself, before a kind of call is taken there
 
 They were checked against the reference in Triton's interpreter (TRITON_INTERPRET=1) and compiled for several cards;
@@ -28,6 +28,9 @@ from lengthwise.attention.triton.tiles import WIDEST, is_interpreted
 
 CAPABILITY = (8, 0)
 """The oldest cards; older ones have too few registers."""
+
+MOST = 65_535
+"""Where the second and the third axis of a grid end."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,8 @@ def _fault(call: AttentionCall) -> str | None:
         return reason
     if call.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"its kernels compute in float32, float16 and bfloat16, got {call.dtype}"
+    if max(call.batch, call.heads) > MOST:
+        return f"its kernels take up to {MOST:,} sequences and as many heads, got {call.batch:,} and {call.heads:,}"
     width = max(call.q.shape[3], call.v.shape[3])
     if width > WIDEST:
         return f"its kernels take heads up to {WIDEST} wide, got {width}"
@@ -136,11 +141,13 @@ def _unproved(call: AttentionCall, terms: Terms, *, follows_slots: bool) -> str 
     if call.q.device.type not in NEED_PROOF:
         return None
     kind = self_test.kind_of(call, terms, follows_slots=follows_slots)
-    in_graph = torch.compiler.is_compiling() or (
-        call.q.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    )
-    reason: str | None = _verdict(str(call.q.device), in_graph, *kind)
+    reason: str | None = _verdict(str(call.q.device), _is_in_graph(), *kind)
     return reason
+
+
+def _is_in_graph() -> bool:
+    """Whether a graph is being compiled or captured, where nothing can be tried."""
+    return torch.compiler.is_compiling() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 NEED_PROOF = ("cuda",)

@@ -11,6 +11,7 @@ this block of rows and to all behind it, against what its own rows contribute. A
 whole: far entries may become 0. NaN and infinity mean keep, and rows whose logit scale is not positive keep everything.
 
 What is O(length) is plain torch here, what is rows x blocks of keys is bounds_kernel. Nothing is read back.
+Levels that only rise need no bound of their own: the highest level of a block is then that of its last key.
 """
 
 import math
@@ -22,34 +23,18 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lengthwise.attention.call import AttentionCall
-from lengthwise.attention.triton.kernels import ROOM, Flags, Sides, Upstream, bounds_kernel
+from lengthwise.attention.triton.kernels import bounds_kernel
+from lengthwise.attention.triton.kernels.arguments import ROOM, Flags, Upstream
+from lengthwise.attention.triton.kernels.skipping import Sides
+from lengthwise.attention.triton.tiles import BOUNDED_KEYS, BOUNDED_ROWS
 from lengthwise.bias import doubled_sums
 
 SMALL = 0.25 * torch.finfo(torch.float32).eps
 """Half a unit in the last place of a number just below 1, in float32 for every precision."""
 
-ROWS = 64
-"""How many rows are bounded together."""
-
-WIDTH = 64
-"""How many keys are bounded together, at least."""
-
-SHORTEST = 2048
-"""Of fewer keys none is skipped: the bounds would cost more than they save."""
-
 LOG2E = math.log2(math.e)
 
 Firsts = Int[Tensor, "batch head block"]
-
-
-def can_skip(call: AttentionCall, flags: Flags) -> bool:
-    """Whether every row has a key of its own, and the bias is one that falls and has a bound."""
-    start = call.layout.start
-    if isinstance(start, Tensor) or call.keys < SHORTEST or call.queries < ROWS or not call.sees_own_keys:
-        return False
-    falls = flags.TABLE == 1 or flags.LEVEL == 1
-    bounded = flags.TABLE != 2 and flags.LEVEL != 2 and not flags.LINE and not flags.PROFILE
-    return call.skip and call.softcap is None and falls and bounded
 
 
 def first_keys(
@@ -59,42 +44,42 @@ def first_keys(
     arguments: tuple[Any, Any, Any],
     up: Upstream | None = None,
 ) -> Firsts | None:
-    """The first key to visit by sequence, head and block of ROWS rows; None if no block of keys lies behind a row.
+    """The first key to visit by sequence, head and BOUNDED_ROWS rows; None if no block of keys lies behind a row.
 
     `given` is what kernels read, by name; `arguments` are those that every kernel has. The call is one that can skip.
     """
     start = int(call.layout.start)
-    width = WIDTH * max(1, call.keys // (64 * WIDTH))
+    width = BOUNDED_KEYS * max(1, call.keys // (64 * BOUNDED_KEYS))
     count = min(call.keys, start + call.queries - 1) // width
     if count == 0:
         return None
     sides = _sides(call, flags, given, width, count)
-    blocks = -(-call.queries // ROWS)
+    blocks = -(-call.queries // BOUNDED_ROWS)
     shape = (call.batch, call.heads, blocks, count)
     good, of_keys = call.q.new_zeros(shape, dtype=torch.int8), call.q.new_zeros(0, dtype=torch.float32)
     if up is not None:
         sides, own = _with_upstream(call, sides, up, given.get("slope"), width, count)
         of_keys = call.q.new_zeros((3, *shape), dtype=torch.float32)
     t, z, kernel_flags = arguments
-    extra: dict[str, Any] = {"F": kernel_flags, "BACKWARD": up is not None, "ROWS": ROWS}
+    extra: dict[str, Any] = {"F": kernel_flags, "BACKWARD": up is not None, "ROWS": BOUNDED_ROWS}
     extra |= {"num_warps": 2, "num_stages": 1}
-    bounds_kernel[blocks, call.batch * call.heads](t, z, sides, good, of_keys, count, width, SMALL, **extra)
+    bounds_kernel[blocks, call.heads, call.batch](t, z, sides, good, of_keys, count, width, SMALL, **extra)
     is_good = good.bool()
     if up is not None:
         # A block of keys loses to this block of rows and to all behind it.
         lost = doubled_sums(of_keys.transpose(-1, -2).flip(-1)).flip(-1).transpose(-1, -2)
         is_good = is_good & (lost <= SMALL * own[:, :, :, None]).all(0)
     ends = torch.arange(1, count + 1, device=good.device) * width
-    slots = start + ROWS * torch.arange(blocks, device=good.device)
+    slots = start + BOUNDED_ROWS * torch.arange(blocks, device=good.device)
     is_good = is_good & (ends <= slots[:, None])
     return (is_good.long().cumprod(-1).sum(-1) * width).int()
 
 
 def by_tile(firsts: Firsts, rows: int, blocks: int) -> Firsts:
     """The same for blocks of other sizes."""
-    if rows < ROWS:
-        return firsts.repeat_interleave(ROWS // rows, -1)[..., :blocks].contiguous()
-    wanted = blocks * rows // ROWS - firsts.shape[-1]
+    if rows < BOUNDED_ROWS:
+        return firsts.repeat_interleave(BOUNDED_ROWS // rows, -1)[..., :blocks].contiguous()
+    wanted = blocks * rows // BOUNDED_ROWS - firsts.shape[-1]
     return F.pad(firsts, (0, wanted), value=torch.iinfo(torch.int32).max).unflatten(-1, (blocks, -1)).amin(-1)
 
 
@@ -103,7 +88,8 @@ def share_skipped(call: AttentionCall, firsts: Firsts | None) -> float:
     if firsts is None:
         return 0.0
     start = int(call.layout.start)
-    ends = [min(call.keys, start + min(row + ROWS, call.queries)) for row in range(0, call.queries, ROWS)]
+    last_rows = (min(row + BOUNDED_ROWS, call.queries) for row in range(0, call.queries, BOUNDED_ROWS))
+    ends = [min(call.keys, start + row) for row in last_rows]
     return float(firsts.double().sum()) / max(1, sum(ends) * call.batch * call.heads)
 
 

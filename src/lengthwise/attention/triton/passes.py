@@ -19,6 +19,14 @@ from lengthwise.attention.backend import merge
 from lengthwise.attention.call import AttentionCall
 from lengthwise.attention.triton import bounds
 from lengthwise.attention.triton.kernels import (
+    bands_kernel,
+    drop_kernel,
+    entries_kernel,
+    forward_kernel,
+    keys_kernel,
+    rows_kernel,
+)
+from lengthwise.attention.triton.kernels.arguments import (
     GATHERED,
     INTERPRETED,
     LINEAR,
@@ -31,19 +39,19 @@ from lengthwise.attention.triton.kernels import (
     STRIP,
     Flags,
     Given,
-    KeyGradients,
-    RowGradients,
     Sizes,
     Upstream,
-    bands_kernel,
-    drop_kernel,
-    entries_kernel,
-    forward_kernel,
-    keys_kernel,
-    rows_kernel,
 )
-from lengthwise.attention.triton.terms import Terms, noted_offsets, terms_of
-from lengthwise.attention.triton.tiles import Tile, is_interpreted, shares_of_keys, tile_for
+from lengthwise.attention.triton.kernels.backward import KeyGradients, RowGradients
+from lengthwise.attention.triton.terms import Terms, can_skip, noted_offsets, terms_of
+from lengthwise.attention.triton.tiles import (
+    BOUNDED_KEYS,
+    BOUNDED_ROWS,
+    Tile,
+    is_interpreted,
+    shares_of_keys,
+    tile_for,
+)
 from lengthwise.bias import DistanceBias, LevelBias, LineBias, QueryDistanceBias, two_floats
 
 LOG2E = 1.4426950408889634
@@ -53,6 +61,8 @@ FAR = 2**30
 """Further than any token is from another."""
 ENTRIES = 16
 RANGES_AT_ONCE = 128
+CURVES = {"linear": LINEAR, "log1p_square": LOGARITHMIC}
+SIDES = {"query": OF_QUERIES, "key": OF_KEYS}
 
 
 def forward(call: AttentionCall, notes: Mapping[str, int]) -> tuple[Tensor, Tensor]:
@@ -81,7 +91,7 @@ class _Launch:
         self.call, self.terms = call, terms
         self.shape = call.batch, call.heads, call.queries
         self.offsets = [noted_offsets(notes, n) for n in range(len(terms.tables))]
-        self.spans = _spans(call)
+        self.shortest = notes.get("shortest")
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
         masks, tensors, sizes = _masks(call), self._tensors(), self._sizes()
         self.given: dict[str, Any] = dict.fromkeys(Given._fields) | masks | tensors | {"q": q, "k": k, "v": v}
@@ -102,10 +112,10 @@ class _Launch:
             }
         )
         self.flags = Flags(
-            TABLE=0 if not terms.tables else STRIP if self.offsets[0] else GATHERED,
-            LEVEL=0 if terms.level is None else LINEAR if terms.level[1].curve == "linear" else LOGARITHMIC,
-            LINE=int(terms.line is not None),
-            PROFILE=0 if terms.profile is None else OF_QUERIES if terms.profile[1].side == "query" else OF_KEYS,
+            TABLE=0 if not terms.tables else STRIP.value if self.offsets[0] else GATHERED.value,
+            LEVEL=0 if terms.level is None else CURVES[terms.level[1].curve].value,
+            LINE=terms.line is not None,
+            PROFILE=0 if terms.profile is None else SIDES[terms.profile[1].side].value,
             ZERO=terms.profile is not None and terms.profile[1].beyond == "zero",
             LOGIT=call.logit_scale is not None,
             CAP=capped,
@@ -113,6 +123,7 @@ class _Launch:
             DOCUMENTS="query_documents" in masks,
             PADDING="key_mask" in masks,
             BANDS=len(call.visibility.bands),
+            RANGES=len(masks) > 1,
             DIM=call.q.shape[3],
             VALUE=call.v.shape[3],
             D=_power_of_2(call.q.shape[3]),
@@ -122,15 +133,18 @@ class _Launch:
             BM=0,
             BN=0,
             BE=ENTRIES,
-            HOW=INTERPRETED if is_interpreted() else OTHER if torch.version.hip else NVIDIA,
+            TARGET=(INTERPRETED if is_interpreted() else OTHER if torch.version.hip else NVIDIA).value,
+            WIDE=_reach(call, q, k, v) >= 2**31,
             SKIP=False,
         )
+        self.spans = _spans(call) if self.flags.RANGES else None
 
     def first_keys(self, up: Upstream | None = None) -> bounds.Firsts | None:
         """The first key that every block of rows has to visit; None if nothing can be skipped."""
-        if not bounds.can_skip(self.call, self.flags):
+        follows_slots = all(self.offsets)
+        if not can_skip(self.call, self.terms, follows_slots=follows_slots, shortest=self.shortest):
             return None
-        arguments = self._arguments(Tile(bounds.ROWS, bounds.WIDTH, 2, 1), None)
+        arguments = self._arguments(Tile(BOUNDED_ROWS, BOUNDED_KEYS, 2, 1), None)
         return bounds.first_keys(self.call, self.flags, self.given, arguments, up)
 
     def forward(self) -> tuple[Tensor, Tensor]:
@@ -146,7 +160,8 @@ class _Launch:
         lse = call.q.new_full((shares, *self.shape), -math.inf, dtype=torch.float32)
         if call.q.numel() and call.keys:
             given, sizes, flags = self._arguments(tile, None if few else self.first_keys())
-            forward_kernel[blocks, call.batch * call.heads, shares](given, sizes, out, lse, F=flags, **_options(tile))
+            grid = blocks if shares == 1 else shares, call.heads, call.batch
+            forward_kernel[grid](given, sizes, out, lse, F=flags, SHARED=shares > 1, **_options(tile))
         elif call.sink is not None:
             lse = self.given["sink"][None].clone()
         return (out[0], lse[0]) if shares == 1 else merge(*zip(out, lse, strict=True))
@@ -154,7 +169,6 @@ class _Launch:
     def backward(self, d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor) -> dict[str, Tensor]:
         """The gradients by name."""
         call, queries, keys = self.call, self.call.queries, self.call.keys
-        rows, heads = call.batch * call.heads, call.batch * call.k.shape[1]
         up = self._upstream(d_out, d_lse, out, lse)
         tile = self._tile("rows")
         blocks = triton.cdiv(queries, tile.rows)
@@ -166,11 +180,12 @@ class _Launch:
             given, sizes, flags = self._arguments(tile, firsts)
             power = _power_of_2(max(self.flags.LINES, 1))
             extra = {"F": flags, "LINES": power, "PROFILES": profiles}
-            rows_kernel[blocks, rows](given, sizes, up, to_rows, **extra, **_options(tile))
+            rows_kernel[blocks, call.heads, call.batch](given, sizes, up, to_rows, **extra, **_options(tile))
             tile = self._tile("keys")
             given, sizes, flags = self._arguments(tile, firsts)
             extra = {"F": flags, "PROFILES": profiles, "AT_ONCE": RANGES_AT_ONCE}
-            keys_kernel[triton.cdiv(keys, tile.keys), heads](given, sizes, up, to_keys, **extra, **_options(tile))
+            grid = triton.cdiv(keys, tile.keys), call.k.shape[1], call.batch
+            keys_kernel[grid](given, sizes, up, to_keys, **extra, **_options(tile))
         gradients: dict[str, Any] = {"q": to_rows.d_q, "k": to_keys.d_k, "v": to_keys.d_v}
         if call.logit_scale is not None:
             gradients["logit_scale"] = to_rows.d_logit
@@ -195,7 +210,7 @@ class _Launch:
         if call.q.numel() and call.keys:
             tile = self._tile("rows")
             given, sizes, flags = self._arguments(tile, self.first_keys())
-            grid = triton.cdiv(call.queries, tile.rows), call.batch * call.heads
+            grid = triton.cdiv(call.queries, tile.rows), call.heads, call.batch
             drop_kernel[grid](given, sizes, up, drop, F=flags, **_options(tile))
         else:
             drop = up.drop
@@ -209,19 +224,21 @@ class _Launch:
         return tile_for(kernel, self.call.dtype, width, heavy, capability)
 
     def _arguments(self, tile: Tile, firsts: bounds.Firsts | None) -> tuple[Given, Sizes, Flags]:
-        ranges = _ranges(self.spans, self.call.keys, tile.rows)
-        first = None if firsts is None else bounds.by_tile(firsts, tile.rows, ranges.shape[1])
-        blocks = {"row_blocks": ranges.shape[1], "key_blocks": triton.cdiv(self.call.keys, tile.keys)}
-        sizes = Sizes(**self.sizes, **blocks, range_batches=ranges.shape[0])
+        ranges = None
+        if self.spans is not None:
+            ranges = _ranges(self.spans, self.call.keys, tile.rows).expand(self.call.batch, -1, -1).contiguous()
+        blocks = triton.cdiv(self.call.queries, tile.rows)
+        first = None if firsts is None else bounds.by_tile(firsts, tile.rows, blocks)
         flags = self.flags._replace(BM=tile.rows, BN=tile.keys, SKIP=first is not None)
-        return Given(**(self.given | {"ranges": ranges, "first": first})), sizes, Flags(*map(tl.constexpr, flags))
+        given = Given(**(self.given | {"ranges": ranges, "first": first}))
+        return given, Sizes(**self.sizes), Flags(*map(tl.constexpr, flags))
 
     def _sizes(self) -> dict[str, int]:
         names = ("table", "curve", "profile")
         sizes = dict.fromkeys((*(f"{name}_{end}" for name in names for end in ("length", "first")),), 1)
         sizes |= {"strip_batch": 0, "strip_length": 0}
         parts: dict[str, tuple[Tensor, int]] = {}
-        if self.terms.tables:
+        if self.terms.tables and not self.offsets[0]:
             parts["table"] = self.terms.tables[0][1].table, self.terms.tables[0][1].first
         if self.terms.line is not None:
             parts["curve"] = self.terms.line[1].curve.table, self.terms.line[1].curve.first
@@ -230,7 +247,7 @@ class _Launch:
         for name, (table, first) in parts.items():
             sizes |= {f"{name}_length": table.shape[-1], f"{name}_first": first}
         if self.terms.tables and self.offsets[0]:
-            sizes["strip_length"] = self.call.queries + self.call.keys + 2 * ROOM.value
+            sizes["strip_length"] = _strip_length(self.call)
             several = max(map(len, self.offsets)) > 1
             sizes["strip_batch"] = sizes["strip_length"] * self.call.heads if several else 0
         return sizes
@@ -266,7 +283,7 @@ class _Launch:
     def _strip(self, bias: DistanceBias, offsets: list[int]) -> Float[Tensor, "#batch head entry"]:
         """The entry that row - column has in the table, from 1 - keys on, with room at both ends."""
         call, table = self.call, _spread(bias.table, self.call.heads, -1)
-        apart = torch.arange(call.queries + call.keys + 2 * ROOM.value, device=table.device)
+        apart = torch.arange(_strip_length(call), device=table.device)
         apart = apart - (ROOM.value + call.keys - 1) + int(call.layout.start) - bias.first
         return torch.stack([table[:, (apart + offset).clamp(0, table.shape[1] - 1)] for offset in offsets])
 
@@ -299,7 +316,7 @@ class _Launch:
         if flags.LINE:
             shape = (call.batch * call.heads, blocks, flags.LINES)
             tensors |= {name: call.q.new_zeros(shape, dtype=torch.float32) for name in ("d_line_slope", "d_line_start")}
-        if flags.PROFILE == OF_QUERIES:
+        if self.terms.profile is not None and self.terms.profile[1].side == "query":
             tensors["d_mixes"] = call.q.new_zeros(*self.shape, flags.PROFILES, dtype=torch.float32)
         tensors["d_q"] = call.q.new_zeros(call.q.shape)
         return RowGradients(**tensors)
@@ -311,7 +328,7 @@ class _Launch:
         tensors |= {"d_k": call.k.new_zeros(call.k.shape), "d_v": call.v.new_zeros(call.v.shape)}
         if flags.LEVEL:
             tensors["d_level"] = call.q.new_zeros(shape, dtype=torch.float32)
-        if flags.PROFILE == OF_KEYS:
+        if self.terms.profile is not None and self.terms.profile[1].side == "key":
             tensors["d_mixes"] = call.q.new_zeros(*shape, flags.PROFILES, dtype=torch.float32)
         return KeyGradients(**tensors)
 
@@ -362,7 +379,7 @@ class _Launch:
             tile = self._tile("entries")
             given, sizes, flags = self._arguments(tile, None)
             extra = {"F": flags, "WHICH": which, "PROFILES": _power_of_2(*profiles) if which == 2 else 1}
-            grid = triton.cdiv(length, ENTRIES), call.batch * call.heads
+            grid = triton.cdiv(length, ENTRIES), call.heads, call.batch
             entries_kernel[grid](given, sizes, up, sums, length, **extra, **_options(tile))
         return sums
 
@@ -379,7 +396,8 @@ class _Launch:
         sums = call.q.new_zeros(call.batch, call.heads, count, 2, size, dtype=torch.float32)
         if sums.numel() and call.keys:
             given, sizes, flags = self._arguments(tile, firsts)
-            bands_kernel[count, call.batch * call.heads](given, sizes, up, sums, lowest, F=flags, **_options(tile))
+            grid = count, call.heads, call.batch
+            bands_kernel[grid](given, sizes, up, sums, lowest, F=flags, **_options(tile))
         # From row - column = (lowest - 1) size on.
         near, before = (x.flatten(2) for x in sums.unbind(3))
         d_strip = F.pad(before, (0, size)) + F.pad(near, (size, 0))
@@ -442,16 +460,18 @@ def _ranges(spans: Spans, keys: int, rows: int) -> Int[Tensor, "#batch block 4"]
         blocks(begin.where(whole, keys), 0).amax(-1),
         blocks(end.where(whole, 0), keys).amin(-1),
     ]
-    return torch.stack(ends, -1).int().contiguous()
+    return torch.stack(ends, -1).int()
 
 
 def _masks(call: AttentionCall) -> dict[str, Tensor]:
+    """What hides keys: order and window as two numbers, whatever else there is as numbers of tokens."""
     layout, visibility = call.layout, call.visibility
     # In slots; with the first query's, which may be known to the device alone, between rows and columns.
     window = FAR if visibility.window is None else min(visibility.window, FAR)
     nearest = 0 if visibility.is_causal else 1 - window
-    slot = layout.start if isinstance(layout.start, Tensor) else torch.full((), layout.start, device=call.q.device)
-    tensors = {"bounds": torch.stack([nearest - slot, torch.full_like(slot, window - nearest)]).int()}
+    limits = torch.full((2,), window - nearest, dtype=torch.int32, device=call.q.device)
+    limits[0] = nearest - layout.start
+    tensors = {"bounds": limits}
     if layout.query_documents is not None and layout.key_documents is not None:
         for name in ("query_documents", "key_documents"):
             tensors[name] = getattr(layout, name).expand(call.batch, -1).contiguous()
@@ -472,6 +492,17 @@ def _masks(call: AttentionCall) -> dict[str, Tensor]:
 def _spread(x: Tensor, *shape: int) -> Tensor:
     """In float32, for every sequence, head and row, lying close."""
     return x.detach().float().expand(*shape).contiguous()
+
+
+def _reach(call: AttentionCall, *tensors: Tensor) -> int:
+    """How far apart the first and the last row of one sequence and head can lie, in elements."""
+    rows, widths = max(call.queries, call.keys), max(call.q.shape[3], call.v.shape[3])
+    return rows * max(widths, *(x.stride(2) for x in tensors))
+
+
+def _strip_length(call: AttentionCall) -> int:
+    """Room for every row - column and more, in whole sixteens: else it would be one more size to compile for."""
+    return -(-(call.queries + call.keys) // 16) * 16 + 2 * ROOM.value
 
 
 def _power_of_2(width: int) -> int:

@@ -3,6 +3,8 @@
 Before the first call of a kind two small calls of that kind, one of many queries and one of few, run twice. Output,
 log-sum-exp and gradients must be those of plain torch in float64 on the same device, and have the same bits both times.
 The verdict is kept in the cache folder, by card, driver, versions and the text of the kernels.
+
+A call long enough to skip keys is of another kind than a short one: the small call then skips too.
 """
 
 import hashlib
@@ -18,11 +20,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from lengthwise.attention.backend import Output
 from lengthwise.attention.call import AttentionCall, checked_call
 from lengthwise.attention.decode import whole_rows
-from lengthwise.attention.triton.terms import Terms
+from lengthwise.attention.triton.terms import Terms, can_skip
 from lengthwise.bias import Bias, DistanceBias, LevelBias, LineBias, QueryDistanceBias, SumBias
 from lengthwise.files import cache_folder, write_atomic
 from lengthwise.token_layout import Band, TokenLayout
@@ -100,6 +103,7 @@ def kind_of(call: AttentionCall, terms: Terms, *, follows_slots: bool) -> Kind:
         "bands": call.visibility.bands or None,
         "two-sided": None if call.visibility.is_causal else True,
         "shared keys": True if call.group > 1 else None,
+        "skipping": True if can_skip(call, terms, follows_slots=follows_slots) else None,
     }
     width, value = call.q.shape[3], call.v.shape[3]
     powers = [_power(width), _power(value)]
@@ -157,7 +161,9 @@ def fault(device: str, kind: str, run: Run) -> str | None:
 def judge(kind: Kind, device: torch.device, run: Run) -> str | None:
     """What is wrong with the kernels of a kind, in words; None if nothing is."""
     autocast = torch.autocast(device.type, enabled=False)
-    with torch.inference_mode(False), torch.enable_grad(), autocast:
+    # The call that is waiting may save its tensors elsewhere, or recompute them: none of ours are among them.
+    own_tensors = saved_tensors_hooks(lambda x: x, lambda x: x)
+    with torch.inference_mode(False), torch.enable_grad(), autocast, own_tensors:
         try:
             faults = (fault for queries in (LENGTH, FEW) for fault in _faults(kind, device, queries, run))
             return next(faults, None)
@@ -240,15 +246,18 @@ def small_call(kind: Kind, device: torch.device, queries: int, keys: int) -> tup
         "window": 50 if kind.has("window") else (Band(0, 30), Band(40, first=20)) if kind.has("bands") else None,
     }
     call = checked_call(q, k, v, layout=layout, bias=_bias(kind, layout, heads), return_lse=True, **options)
-    return call, {} if kind.by_position else {f"offset.{n}.0": 0 for n in range(kind.tables)}
+    notes = {} if kind.by_position else {f"offset.{n}.0": 0 for n in range(kind.tables)}
+    return call, notes | ({"shortest": 0} if kind.has("skipping") else {})
 
 
 def _bias(kind: Kind, layout: TokenLayout, heads: int) -> Bias | None:
     query, key = layout.query, layout.key
     device, queries, keys = key.device, query.shape[1], key.shape[1]
     start = keys - queries
+    # Where keys are to be skipped, far ones are faint.
+    steep = 0.5 * torch.arange(90, device=device) if kind.has("skipping") else 0.0
     terms: list[Bias] = [
-        DistanceBias(_drawn(10 + n, (heads, 90), device), query, key, -20 + n) for n in range(kind.tables)
+        DistanceBias(_drawn(10 + n, (heads, 90), device) - steep, query, key, -20 + n) for n in range(kind.tables)
     ]
     if kind.level:
         level = _drawn(20, (1, heads, keys), torch.device("cpu")).abs().double().cumsum(2).to(device)
@@ -287,7 +296,7 @@ def facts_of(device: str) -> dict[str, str]:
     if torch.device(device).type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         facts["capability"] = f"{major}.{minor}"
-    files = sorted(Path(__file__).parent.glob("*.py"))
+    files = sorted(Path(__file__).parent.rglob("*.py"))
     return facts | {"kernels": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]}
 
 

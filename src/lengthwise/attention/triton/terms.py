@@ -3,8 +3,11 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from lengthwise.attention.backend import Refusal
 from lengthwise.attention.call import AttentionCall
+from lengthwise.attention.triton import tiles
 from lengthwise.bias import Bias, DistanceBias, LevelBias, LineBias, QueryDistanceBias, SumBias
 
 
@@ -20,18 +23,18 @@ class Terms:
 
 def terms_of(bias: Bias | None) -> Terms | Refusal:
     """The terms, or why the kernels do not have them."""
-    found: dict[type, list[tuple[str, Bias]]] = {}
+    by_kind: dict[type, list[tuple[str, Bias]]] = {}
     for name, term in _flattened("bias", bias):
-        found.setdefault(type(term), []).append((name, term))
+        by_kind.setdefault(type(term), []).append((name, term))
     kinds = (DistanceBias, LevelBias, LineBias, QueryDistanceBias)
-    if others := [kind.__name__ for kind in found if kind not in kinds]:
+    if others := [kind.__name__ for kind in by_kind if kind not in kinds]:
         return Refusal.because(
             f"its kernels know tables and profiles of distances, levels of tokens and straight lines, got {others[0]}"
         )
-    if several := [kind.__name__ for kind in kinds[1:] if len(found.get(kind, ())) > 1]:
+    if several := [kind.__name__ for kind in kinds[1:] if len(by_kind.get(kind, ())) > 1]:
         return Refusal.because(f"its kernels add up one {several[0]}, got more")
-    single = {kind: found[kind][0] if kind in found else None for kind in kinds[1:]}
-    return Terms(tuple(found.get(DistanceBias, ())), *single.values())  # type: ignore[arg-type]
+    single = {kind: by_kind[kind][0] if kind in by_kind else None for kind in kinds[1:]}
+    return Terms(tuple(by_kind.get(DistanceBias, ())), *single.values())  # type: ignore[arg-type]
 
 
 def _flattened(name: str, bias: Bias | None) -> Iterator[tuple[str, Bias]]:
@@ -59,3 +62,18 @@ def noted_offsets(notes: Mapping[str, int], table: int) -> list[int]:
     while f"offset.{table}.{len(offsets)}" in notes:
         offsets.append(notes[f"offset.{table}.{len(offsets)}"])
     return offsets
+
+
+def can_skip(call: AttentionCall, terms: Terms, *, follows_slots: bool, shortest: int | None = None) -> bool:
+    """Whether keys may be skipped: every row has one of its own, and the bias is one that falls and has a bound.
+
+    Of fewer keys than `shortest`, tiles.SHORTEST if it is not given, none is.
+    """
+    shortest = tiles.SHORTEST if shortest is None else shortest
+    start = call.layout.start
+    if isinstance(start, Tensor) or call.keys < shortest or call.queries < tiles.BOUNDED_ROWS or not call.sees_own_keys:
+        return False
+    falls = bool(terms.tables) or terms.level is not None
+    bounded = (follows_slots or not terms.tables) and terms.line is None and terms.profile is None
+    bounded = bounded and (terms.level is None or terms.level[1].curve == "linear")
+    return call.skip and call.softcap is None and falls and bounded

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-SMALL_MEMORY = ((8, 6), (8, 9), (12, 0))
+SMALL_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
 """Capabilities of cards with 99 KB of shared memory a block."""
 
 WIDEST = 128
@@ -16,6 +16,15 @@ WIDEST = 128
 
 PROGRAMS_PER_PROCESSOR = 2
 """So many programs each multiprocessor should have in decoding."""
+
+BOUNDED_ROWS = 64
+"""How many rows are bounded together where keys are skipped; tiles are as many or a part or a multiple of it."""
+
+BOUNDED_KEYS = 64
+"""How many keys are bounded together, at least."""
+
+SHORTEST = 2048
+"""Of fewer keys none is skipped: the bounds would cost more than they save."""
 
 
 class Tile(NamedTuple):
