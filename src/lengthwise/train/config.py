@@ -270,7 +270,7 @@ class ResolvedTrainConfig(Recipe, TrainConfig):
                 "--context-parallel exchanges keys between processes, which no graph holds; leave out --compile"
             )
         for length in self.evaluate_lengths or ():
-            check_int("evaluate_lengths", length, least=2)
+            check_int("evaluate_lengths", length, least=2 * self.context_parallel)
         if self.batch_tokens % self.length:
             raise ValueError(
                 f"batch_tokens must be whole sequences of {self.length}, got {self.batch_tokens}; use "

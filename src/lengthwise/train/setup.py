@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from lengthwise.data import Split, Tokens, load_tokenizer, prepare
 from lengthwise.data.sources import resolve
 from lengthwise.data.tokenizers import tokenizer_hash, with_mask_token
-from lengthwise.distributed import check_spreadable
+from lengthwise.distributed.model import check_spreadable
 from lengthwise.encodings import Encoding
 from lengthwise.loading import load_model, resolve_checkpoint
 from lengthwise.model import LengthwiseConfig, LengthwiseEncoderConfig, LengthwiseForCausalLM, LengthwiseForMaskedLM
