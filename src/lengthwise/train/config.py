@@ -17,7 +17,7 @@ OPTIMIZERS: tuple[Optimizer, ...] = ("adamw", "muon")
 FORMAT = 2
 """The version of the config; it rises when a field changes its meaning."""
 
-NOT_STORED = ("out", "resume", "dry_run", "hardware")
+NOT_STORED = ("out", "resume", "dry_run", "hardware", "token_store")
 """Where and whether, not what: not part of config.yaml, so that a run can be repeated elsewhere from it."""
 
 MAY_CHANGE = (
@@ -142,6 +142,7 @@ class TrainConfig:
     sizes: dict[str, Any] | None = option(None, 'other than the preset: {"n_layer": 2}')  # noqa: RUF009
     data: str = option("stdlib", "stdlib, a file, a folder, wikitext-103, fineweb-edu, or owner/name of the hub")
     held_out: str | None = option(None, "other data for the held-out loss; all of --data is then trained on")
+    token_store: str | None = option(None, "where prepared token files are read from, by fsspec: s3://bucket/tokens")
     tokenizer: str | None = option(None, "bytes, bpe:SIZE, gpt2, or a folder")
     tuning: bool = option(
         False, "train without a twentieth of the training text, and measure the loss on that: to choose options"
