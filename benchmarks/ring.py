@@ -1,24 +1,29 @@
 """Ring attention: what is measured here, and what that makes of many devices on paper.
 
     python benchmarks/ring.py memory       peak memory of a process at 16,384 and 32,768 tokens, alone and in a ring
-    python benchmarks/ring.py skip         time of a decaying bias in a ring of 2, with skipping and without, in turn
-    python benchmarks/ring.py kernel       the share of the matrix products' rate that attention reaches, both ways
+    python benchmarks/ring.py skip         a decaying bias in a ring of 2, with skipping and without, in turn: time, and
+                                           how much is computed and sent
+    python benchmarks/ring.py kernel       what share of the matrix products' rate attention reaches, by kind of bias,
+                                           and how far scores differ by content alone
     python benchmarks/ring.py simulate     128k, 1M and 10M tokens on 8 to 1,024 devices: docs/ring.png and a table
 
 The first three check their outputs before they measure, and write one JSON line a case with its birth certificate to
-benchmarks/results/ring-*.jsonl. The simulation takes the kernel's share from there; everything else it assumes is in
-`Assumptions`, and every field of it is an option: `--bandwidth-gb 25 --tflops 312`.
+benchmarks/results/ring-*.jsonl; with `--quick` they are short, and write nothing. The simulation takes what `kernel`
+measured from there, and compares itself with what `skip` measured; everything else it assumes is in `Assumptions`, and
+every field of that is an option: `--bandwidth-gb 25 --tflops 312`.
 """
 
 import argparse
 import json
 import multiprocessing
 import os
+import queue
 import socket
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -30,14 +35,25 @@ from certificate import certificate
 from memory import resident_peak
 
 import lengthwise as lw
-from lengthwise.distributed import WIDTH, spread, take, zigzag
+from lengthwise.distributed import ring, skipping, spread, take
+from lengthwise.distributed.sharding import zigzag
 from lengthwise.encodings.alibi import geometric_slopes
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-LENGTHS = (16_384, 32_768)
-ROUNDS = 20
 HEADS, DIM = 12, 64
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How long and how often a case is measured."""
+
+    lengths: tuple[int, ...] = (16_384, 32_768)
+    kernel: int = 4096
+    rounds: int = 20
+
+
+QUICK = Sizes((1024, 2048), 512, 3)
 
 
 def inputs(length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -47,14 +63,33 @@ def inputs(length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return q, k, v
 
 
+def alibi() -> Any:
+    """The bias that decays."""
+    return lw.make("alibi", heads=HEADS, width=HEADS * DIM)
+
+
+def own_part(length: int) -> tuple[lw.TokenLayout, list[torch.Tensor]]:
+    """The layout and the inputs of this process."""
+    part = spread(lw.layout(length))
+    return part, [take(x, part, 2).clone() for x in inputs(length)]
+
+
 def step(
-    encoding: lw.Encoding, layout: lw.TokenLayout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    layout: lw.TokenLayout, qkv: list[torch.Tensor], *, encoding: Any = None, window: int | None = None
 ) -> torch.Tensor:
-    """Forward and backward of attention with a bias."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = lw.attend(*leaves, layout=layout, bias=encoding.bias(q.new_zeros(1, q.shape[2], HEADS * DIM), layout))
+    """Forward and backward of attention."""
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    tokens = leaves[0].new_zeros(1, layout.query_count, HEADS * DIM)
+    bias = None if encoding is None else encoding.bias(tokens, layout)
+    out = lw.attend(*leaves, layout=layout, bias=bias, window=window)
     torch.autograd.grad(out.sum(), leaves)
     return out.detach()
+
+
+def check_near(ours: torch.Tensor, theirs: torch.Tensor, name: str) -> None:
+    """Nothing is measured that is wrong."""
+    error = float((ours - theirs).abs().max())
+    assert error <= 1e-5 * float(theirs.abs().max()), f"{name} changes the output by {error}"
 
 
 def in_processes(size: int, work: Callable[[], Any]) -> list[Any]:
@@ -63,7 +98,7 @@ def in_processes(size: int, work: Callable[[], Any]) -> list[Any]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = multiprocessing.get_context("fork")
-    results = context.SimpleQueue()
+    results = context.Queue()
 
     def one(rank: int) -> None:
         torch.set_num_threads(1)
@@ -72,94 +107,168 @@ def in_processes(size: int, work: Callable[[], Any]) -> list[Any]:
         results.put((rank, work()))
         dist.barrier()
 
-    processes = [context.Process(target=one, args=(rank,)) for rank in range(size)]
+    processes = [context.Process(target=one, args=(rank,), daemon=True) for rank in range(size)]
     for process in processes:
         process.start()
-    answers = dict(results.get() for _ in processes)
+    answers: dict[int, Any] = {}
+    while len(answers) < size:
+        try:
+            rank, answer = results.get(timeout=1)
+            answers[rank] = answer
+        except queue.Empty:
+            if any(process.exitcode for process in processes):
+                sys.exit("a process of the ring ended; see its error above")
     for process in processes:
         process.join()
     return [answers[rank] for rank in range(size)]
 
 
-def measure_memory() -> list[dict[str, Any]]:
+def measure_memory(sizes: Sizes) -> list[dict[str, Any]]:
     """By process: the growth of its resident pages over forward and backward, beyond its own inputs."""
     rows = []
-    for length in LENGTHS:
-        for size in (1, 2):
+    for length in sizes.lengths:
+        for name, size in (("alone", 1), ("ring of 1", 1), ("ring of 2", 2)):
 
-            def peak(length: int = length) -> int | None:
-                encoding = lw.make("alibi", heads=HEADS, width=HEADS * DIM)
-                part = spread(lw.layout(length))
-                own = [take(x, part, 2).clone() for x in inputs(length)]
-                return resident_peak(lambda: step(encoding, part, *own))
+            def peak(length: int = length, name: str = name) -> int | None:
+                part, own = (lw.layout(length), list(inputs(length))) if name == "alone" else own_part(length)
+                return resident_peak(lambda: step(part, own, encoding=alibi()))
 
-            rows.append({"case": "memory", "length": length, "processes": size, "peak_bytes": in_processes(size, peak)})
+            rows.append({"case": "memory", "length": length, "form": name, "peak_bytes": in_processes(size, peak)})
             print(rows[-1])
     return rows
 
 
-def measure_skipping() -> list[dict[str, Any]]:
-    """Seconds of forward and backward in a ring of 2, with and without skipping, in turn; the ratio by round."""
+def measure_skipping(sizes: Sizes) -> list[dict[str, Any]]:
+    """Forward and backward in a ring of 2, with and without skipping, in turn: seconds, and what is left out."""
     rows = []
-    for length in LENGTHS:
+    for length in sizes.lengths:
 
-        def timed(length: int = length) -> dict[str, list[float]]:
-            encoding = lw.make("alibi", heads=HEADS, width=HEADS * DIM)
-            part = spread(lw.layout(length))
-            own = [take(x, part, 2).clone() for x in inputs(length)]
+        def timed(length: int = length) -> dict[str, Any]:
+            part, own = own_part(length)
             seconds: dict[str, list[float]] = {"skipping": [], "not skipping": []}
-            outs = {}
-            for number in range(ROUNDS + 1):
+            outs, plans = {}, {}
+            for number in range(sizes.rounds + 1):
                 for name, on in (("skipping", True), ("not skipping", False)):
                     dist.barrier()
                     began = time.perf_counter()
-                    with lw.skipping(on):
-                        outs[name] = step(encoding, part, *own)
+                    with lw.skipping(on), recorded(ring, "make_plan") as made:
+                        outs[name] = step(part, own, encoding=alibi())
                     dist.barrier()
+                    plans[name] = made[-1][1]
                     if number:  # the first warms up
                         seconds[name].append(time.perf_counter() - began)
-            error = float((outs["skipping"] - outs["not skipping"]).abs().max())
-            assert error <= 1e-5 * float(outs["skipping"].abs().max()), f"skipping changes the output by {error}"
-            return seconds
+            check_near(outs["skipping"], outs["not skipping"], "skipping")
+            return {"seconds": seconds} | {name: planned_work(plan) for name, plan in plans.items()}
 
-        seconds = in_processes(2, timed)[0]
+        answers = in_processes(2, timed)
+        seconds = answers[0]["seconds"]
         ratios = [a / b for a, b in zip(seconds["skipping"], seconds["not skipping"], strict=True)]
         low, middle, high = quantiles(ratios, n=4)
+        shares = {
+            name: sum(a["skipping"][name] for a in answers) / sum(a["not skipping"][name] for a in answers)
+            for name in ("pairs", "keys")
+        }
         rows.append(
             {
                 "case": "skip",
                 "length": length,
-                "rounds": ROUNDS,
+                "rounds": sizes.rounds,
                 "ratio": {"median": middle, "quartiles": [low, high], "of": "the same without skipping"},
                 "seconds": {name: median(own) for name, own in seconds.items()},
+                "shares": shares | {"of": "pairs computed off the diagonal, and keys received, without skipping"},
             }
         )
         print(rows[-1])
     return rows
 
 
-def measure_kernel() -> list[dict[str, Any]]:
-    """Attention's rate of operations, forward and backward, over that of plain matrix products, in turn."""
+def planned_work(plan: ring.Plan) -> dict[str, float]:
+    """Pairs that are computed beside the own chunks, over all heads, and keys that are received."""
+    blocks = [*plan.own, *plan.others]
+    heads = [HEADS if block.heads is None else len(block.heads) for block in blocks]
+    sides = [(block.rows.stop - block.rows.start) * (block.keys.stop - block.keys.start) for block in blocks]
+    received = [slots.stop - slots.start for own in plan.requests for slots in own.values()]
+    return {"pairs": float(np.dot(heads, sides)), "keys": float(sum(received))}
+
+
+@contextmanager
+def recorded(module: Any, name: str) -> Iterator[list[tuple[Any, Any]]]:
+    """What a function of a module gets and gives, while the block lasts."""
+    function, calls = getattr(module, name), []
+
+    def call(*arguments: Any) -> Any:
+        calls.append((arguments, function(*arguments)))
+        return calls[-1][1]
+
+    setattr(module, name, call)
+    try:
+        yield calls
+    finally:
+        setattr(module, name, function)
+
+
+def measure_kernel(sizes: Sizes) -> list[dict[str, Any]]:
+    """Attention's rate of operations over that of plain matrix products, in turn, by kind of bias; and the spread.
+
+    Operations are those of pairs that have weight: two products forward and five backward.
+    """
     torch.set_num_threads(1)
-    length = 4096
-    q, k, v = inputs(length)
-    layout, square = lw.layout(length), torch.randn(1024, 1024)
-    shares = []
-    for number in range(ROUNDS + 1):
+    nats = measure_spread(sizes.lengths[0])
+    print(nats)
+    length, decaying = sizes.kernel, alibi()
+    window = length // 4
+    options: dict[str, dict[str, Any]] = {"plain": {}, "window": {"window": window}, "decaying": {"encoding": decaying}}
+    given = Assumptions(heads=HEADS, window=window, spread=nats["spread"]["median"])
+    reach = {bias: reaches(bias, length, given) for bias in BIASES}
+    ends = np.array([0.0]), np.array([float(length)])
+    pairs = {b: sum(float(visible_pairs(0.0, length, *ends, own)[0]) for own in reach[b]) for b in BIASES}
+    qkv, layout, square = list(inputs(length)), lw.layout(length), torch.randn(1024, 1024)
+    short = [x[:, :, :256].contiguous() for x in qkv]
+    for bias, own in options.items():
+        encoding = own.get("encoding")
+        described = None if encoding is None else encoding.bias(short[0].new_zeros(1, 256, HEADS * DIM), lw.layout(256))
+        both = [lw.attend(*short, bias=described, window=own.get("window"), backend=b) for b in ("auto", "reference")]
+        check_near(*both, bias)
+    shares: dict[str, list[float]] = {bias: [] for bias in BIASES}
+    for number in range(sizes.rounds + 1):
         began = time.perf_counter()
         square @ square
         product = 2 * 1024**3 / (time.perf_counter() - began)
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        began = time.perf_counter()
-        lw.attend(*leaves, layout=layout).sum().backward()
-        # Two products forward and five backward, of which causality leaves half.
-        operations = 7 * 2 * HEADS * length**2 * DIM / 2
-        if number:
-            shares.append(operations / (time.perf_counter() - began) / product)
-    low, middle, high = quantiles(shares, n=4)
-    row = {"case": "kernel", "length": length, "rounds": ROUNDS, "share": {"median": middle, "quartiles": [low, high]}}
-    print(row)
-    return [row]
+        for bias in BIASES:
+            began = time.perf_counter()
+            step(layout, qkv, **options[bias])
+            if number:
+                shares[bias].append(7 * 2 * DIM * pairs[bias] / (time.perf_counter() - began) / product)
+    rows = [nats]
+    for bias in BIASES:
+        low, middle, high = quantiles(shares[bias], n=4)
+        share = {"median": middle, "quartiles": [low, high], "of": "the rate of 1024 x 1024 products"}
+        row = {"case": "kernel", "bias": bias, "length": length, "rounds": sizes.rounds, "share": share}
+        rows.append(row | {"window": window} if bias == "window" else row)
+        print(rows[-1])
+    return rows
+
+
+def measure_spread(length: int) -> dict[str, Any]:
+    """How many nats beyond FLUSH the bias of a key must fall until the bound says that it has no weight, by head."""
+
+    def needed() -> list[float]:
+        part, own = own_part(length)
+        with recorded(skipping, "tiles_with_weight") as calls, torch.no_grad():
+            encoding = alibi()
+            lw.attend(*own, layout=part, bias=encoding.bias(own[0].new_zeros(1, length, HEADS * DIM), part))
+        # Of one process, the late chunk with the early one.
+        ((call, query, *_), tiles), early = calls[-1], part.ring.chunks[0]
+        width, _ = skipping.tiles(call)
+        rows = torch.arange(part.ring.chunks[query].first, part.ring.chunks[query].stop)
+        last = torch.arange(1, tiles.shape[2] + 1).mul(width).clamp(max=early.count) - 1
+        distance = (rows[:, None] - last).where(tiles, 0).amax((1, 2)).tolist()
+        # A head that sees to the start of the sequence shows no end.
+        return [d * float(s) - FLUSH for d, s in zip(distance, encoding.slopes, strict=True) if 0 < d < length // 2]
+
+    (nats,) = in_processes(1, needed)
+    values = {"median": median(nats), "lowest": min(nats), "highest": max(nats), "heads": len(nats)}
+    return {"case": "spread", "length": length, "spread": values, "inputs": "normal queries and keys of 64"}
 
 
 @dataclass(frozen=True)
@@ -174,8 +283,14 @@ class Assumptions:
     inner: int = 14_336
     tflops: float = 989.0
     """A device's matrix products in bfloat16."""
-    kernel_share: float = 0.5
-    """Of that, what attention reaches; from results/ring-kernel.jsonl unless given."""
+    plain_share: float = 0.5
+    """Of that, what attention reaches without a bias; this and the next three from ring-kernel.jsonl if it is there."""
+    window_share: float = 0.5
+    """The same with a window."""
+    decaying_share: float = 0.5
+    """The same with a bias that decays."""
+    spread: float = 20.0
+    """How far scores differ by content alone, in nats."""
     bandwidth_gb: float = 50.0
     """Between devices of different machines, each way and device, GB/s."""
     near_gb: float = 450.0
@@ -185,8 +300,6 @@ class Assumptions:
     latency_us: float = 10.0
     """Of every exchange."""
     window: int = 4096
-    spread: float = 20.0
-    """How far scores differ by content alone, in nats."""
 
 
 SIMULATED = {"128k": 2**17, "1M": 2**20, "10M": 10 * 2**20}
@@ -211,8 +324,10 @@ def simulate(length: int, devices: int, bias: str, given: Assumptions) -> dict[s
     first = np.array([chunk.first for chunk in chunks], dtype=float)
     stop = np.array([chunk.stop for chunk in chunks], dtype=float)
     by_head = reaches(bias, length, given)
+    # A window is cut by tokens; what has no weight, by tiles.
+    tile = max(skipping.TILE_KEYS, np.ceil((stop - first).max() / skipping.TILES)) if bias == "decaying" else 1
     furthest = max(by_head)
-    rate = given.tflops * 1e12 * given.kernel_share
+    rate = given.tflops * 1e12 * getattr(given, f"{bias}_share")
     token_bytes = 2 * given.kv_heads * given.head_dim * 2
     slowest = most = 0.0
     for rank in sorted({0, devices // 2, devices - 1}):
@@ -222,7 +337,7 @@ def simulate(length: int, devices: int, bias: str, given: Assumptions) -> dict[s
             # Keys of each chunk that some row of chunk a sees.
             low = np.maximum(first, first[a] - furthest)
             needed = np.clip(np.minimum(stop, stop[a]) - low, 0, None)
-            needed = np.where(needed > 0, np.minimum(np.ceil(needed / WIDTH) * WIDTH, stop - first), 0)
+            needed = np.where(needed > 0, np.minimum(np.ceil(needed / tile) * tile, stop - first), 0)
             tokens = np.maximum(tokens, needed)
             pairs += sum(visible_pairs(first[a], stop[a], first, stop, reach) for reach in by_head)
         seconds = 4 * given.head_dim * pairs / rate
@@ -280,7 +395,7 @@ def visible_pairs(a: float, b: float, first: np.ndarray, stop: np.ndarray, reach
     return np.clip(rows, 0, None)
 
 
-def run_simulation(given: Assumptions) -> None:
+def run_simulation(given: Assumptions, taken: dict[str, float]) -> None:
     """All lengths, devices and biases: a table, and the figure."""
     rows = [
         simulate(length, devices, bias, given)
@@ -294,10 +409,10 @@ def run_simulation(given: Assumptions) -> None:
             f"{1e3 * row['seconds']:10.2f} ms a layer, {row['efficiency']:6.1%} of the time is work, "
             f"{row['received_gb']:8.3f} GB received, {row['memory_gb']:8.2f} GB of memory"
         )
-    draw(rows)
+    draw(rows, given, taken)
 
 
-def draw(rows: list[dict[str, Any]]) -> None:
+def draw(rows: list[dict[str, Any]], given: Assumptions, taken: dict[str, float]) -> None:
     """Time of a layer, data received, and memory, against the number of devices: docs/ring.png."""
     import matplotlib
 
@@ -332,15 +447,40 @@ def draw(rows: list[dict[str, Any]]) -> None:
         axes[-1][column].set_xlabel("devices")
     handles = axes[0][0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside lower center", ncols=3, frameon=False)
+    shares = ", ".join(f"{getattr(given, f'{bias}_share'):.2f} ({bias})" for bias in BIASES)
+    origin = "measured on a CPU" if taken else "assumed"
+    title = f"of the matrix products' rate: {shares}; content differs by {given.spread:.0f} nats; {origin}"
+    figure.suptitle(title, fontsize=9)
     figure.savefig(HERE.parent / "docs/ring.png", dpi=130)
 
 
-def measured_share() -> float | None:
-    """The kernel's share, if it was measured."""
-    path = RESULTS / "ring-kernel.jsonl"
-    if not path.exists():
-        return None
-    return float(json.loads(path.read_text().splitlines()[-1])["share"]["median"])
+def rows_of(case: str) -> list[dict[str, Any]]:
+    """What was measured, if it was."""
+    path = RESULTS / f"ring-{case}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def measured() -> dict[str, float]:
+    """The assumptions that `kernel` measured, by name."""
+    rows = rows_of("kernel")
+    taken = {f"{row['bias']}_share": float(row["share"]["median"]) for row in rows if row["case"] == "kernel"}
+    for row in rows:
+        if row["case"] == "spread":
+            taken["spread"] = float(row["spread"]["median"])
+    return taken
+
+
+def compare(given: Assumptions) -> None:
+    """The simulation of what `skip` measured, beside it."""
+    own = replace(given, heads=HEADS, kv_heads=HEADS, head_dim=DIM)
+    for row in rows_of("skip"):
+        decaying, plain = (simulate(row["length"], 2, bias, own) for bias in ("decaying", "plain"))
+        print(
+            f"{row['length']:>10,} tokens in a ring of 2: a decaying bias takes "
+            f"{decaying['seconds'] / plain['seconds']:.2f} of the time on paper and {row['ratio']['median']:.2f} "
+            f"measured, and {decaying['received_gb'] / plain['received_gb']:.2f} of the keys on paper and "
+            f"{row['shares']['keys']:.2f} measured"
+        )
 
 
 MEASURED = {"memory": measure_memory, "skip": measure_skipping, "kernel": measure_kernel}
@@ -349,18 +489,22 @@ MEASURED = {"memory": measure_memory, "skip": measure_skipping, "kernel": measur
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", choices=[*MEASURED, "simulate"])
+    parser.add_argument("--quick", action="store_true", help="short lengths and few rounds; nothing is written")
     for field in fields(Assumptions):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=field.type, default=None)  # type: ignore[arg-type]
     options = vars(parser.parse_args())
-    case = options.pop("case")
+    case, quick = options.pop("case"), options.pop("quick")
     given = {name: value for name, value in options.items() if value is not None}
     if case == "simulate":
-        share = measured_share()
-        assumed = Assumptions(**(({} if share is None else {"kernel_share": share}) | given))
-        run_simulation(assumed)
-        print(f"assumed: {asdict(assumed)}")
+        taken = measured()
+        assumed = Assumptions(**(taken | given))
+        run_simulation(assumed, taken)
+        compare(assumed)
+        print(f"assumed: {asdict(assumed)}; measured of these: {', '.join(taken) or 'none'}")
         return
-    rows = MEASURED[case]()
+    rows = MEASURED[case](QUICK if quick else Sizes())
+    if quick:
+        return
     born = certificate("python benchmarks/ring.py " + " ".join(sys.argv[1:]))
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"ring-{case}.jsonl").write_text("".join(json.dumps(row | {"born": born}) + "\n" for row in rows))

@@ -3,6 +3,7 @@
 import json
 import logging
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -208,6 +209,30 @@ def test_tokens_are_the_documents_each_with_its_end(tmp_path):
     assert BYTES.decode(row) == "".join(text + "<|endoftext|>" for text in texts)
     assert (tokens.read(290, 67) == row[290:357]).all()
     assert tokens.sha256 == prepared(folder, tmp_path, split="all", shard=301).sha256
+
+
+def test_tokens_are_fetched_from_a_store_once_whole_and_checked(tmp_path, monkeypatch):
+    folder = text_folder(tmp_path / "texts")
+    made = prepared(folder, tmp_path / "here", split="all", shard=301)
+    store, address = fsspec.filesystem("memory"), "memory://token-store"
+    for path in made.paths[0].parent.iterdir():
+        store.pipe_file(f"/token-store/{path.parent.name}/{path.name}", path.read_bytes())
+    monkeypatch.setattr("lengthwise.data.tokens.documents", None)  # nothing is tokenized again
+    options = {"split": "all", "shard": 301, "store": address}
+    fetched = prepared(folder, tmp_path / "there", **options)
+    assert fetched.sha256 == made.sha256
+    assert (fetched.read(0, len(fetched)) == made.read(0, len(made))).all()
+    assert all(path.is_relative_to(tmp_path / "there") for path in fetched.paths)
+    key = made.paths[1].parent.name
+    store.pipe_file(f"/token-store/{key}/{made.paths[1].name}", bytes(made.paths[1].stat().st_size))
+    with pytest.raises(OSError, match=rf"{address}/{key}/shard-00001.bin is damaged: its checksum differs"):
+        prepared(folder, tmp_path / "elsewhere", **options)
+    store.rm("/token-store", recursive=True)
+    assert prepared(folder, tmp_path / "there", **options).sha256 == made.sha256, "what was fetched is here"
+    with pytest.raises(FileNotFoundError, match=f"the token store must have these tokens, got no {address}/{key}"):
+        prepared(folder, tmp_path / "elsewhere", **options)
+    with pytest.raises(ValueError, match="--token-store must be an address that fsspec knows, got 'moon://x'"):
+        prepared(folder, tmp_path / "elsewhere", **(options | {"store": "moon://x"}))
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "sidecar", "missing"])

@@ -14,12 +14,13 @@ from test_study import small
 from train_kit import numbers
 
 from lengthwise.cli import main
+from lengthwise.files import open_storage
 from lengthwise.runs import Run
 from lengthwise.study.engine import Engine, LocalPool, StudyProgress, answer_probe, check_shared, train_runs
 from lengthwise.study.engines import check_engine, make_engine
 from lengthwise.study.execute import run_study
 from lengthwise.study.runs import study_runs
-from lengthwise.study.upload import open_storage, upload_run
+from lengthwise.study.upload import upload_run
 from lengthwise.study.watch import status_table
 from lengthwise.train import train
 
@@ -39,7 +40,8 @@ class Elsewhere(Engine):
         return [function(self.sees(argument))]
 
 
-def test_a_folder_that_is_not_shared_is_found_before_training_starts(tmp_path):
+def test_a_folder_that_is_not_shared_is_found_before_training_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr("lengthwise.files.DISK_SECONDS", 0.0)
     out, other = tmp_path / "out", tmp_path / "other disk"
     check_shared(Elsewhere(), out)
     with pytest.raises(OSError, match=r"must be on a disk that all machines share, got .*out, where .* does not read"):
@@ -97,7 +99,7 @@ def test_a_finished_run_is_uploaded_whole_with_its_seal_last_and_once(tmp_path, 
     (plan,) = study_runs(small(tmp_path, encodings=["alibi"]))
     train(plan.config)
     target, copied = f"file://{tmp_path}/bucket", []
-    system, _ = open_storage(target)
+    system, _ = open_storage(target, "--upload")
     put = type(system).put_file
     monkeypatch.setattr(
         type(system), "put_file", lambda self, a, b, **k: (copied.append(Path(a).name), put(self, a, b, **k))
@@ -112,7 +114,7 @@ def test_a_finished_run_is_uploaded_whole_with_its_seal_last_and_once(tmp_path, 
     upload_run(Run(plan.config.out), target)
     assert copied == []
     with pytest.raises(ValueError, match=r"--upload must be an address that fsspec knows, got 'moon://x'"):
-        open_storage("moon://x")
+        open_storage("moon://x", "--upload")
 
 
 def tiny_study(tmp_path, name, **changes):

@@ -1,12 +1,15 @@
 """`lengthwise evaluate`, as a user runs it."""
 
 import json
+import math
 import re
 from pathlib import Path
 
 import pytest
 import torch
 from model_kit import loud_model
+from rounding import EPS
+from train_kit import in_processes
 from transformers import BertConfig, BertModel
 
 from lengthwise.cli import main
@@ -118,3 +121,27 @@ def test_a_figure_that_cannot_be_drawn_leaves_the_scores(folder, tmp_path, capsy
     assert "learned at 74: " in capsys.readouterr().out
     assert (tmp_path / "scores.json").exists()
     assert not (tmp_path / "lengths.png").exists()
+
+
+def test_two_processes_that_share_each_text_give_the_numbers_of_one(folder, tmp_path, capfd):
+    words = [str(folder / "rope"), "--lengths", "3", "20", "1501", "--by-position"]
+
+    def measure(name):
+        evaluate(folder, *words, "--out", str(tmp_path / name))
+
+    assert in_processes(lambda: measure("one")) == [0]
+    alone = capfd.readouterr()
+    assert in_processes(lambda: measure("two"), 2) == [0, 0]
+    together = capfd.readouterr()
+    assert together.out.count("holds to") == alone.out.count("holds to"), "one process speaks"
+    one, two = (json.loads((tmp_path / name / "scores.json").read_text())["cells"] for name in ("one", "two"))
+    assert [cell["length"] for cell in two] == [3, 20, 1501]
+    for mine, theirs in zip(two, one, strict=True):
+        # A sum of some hundred losses, each of logits that are sums of 24 numbers.
+        assert math.log(mine["value"]) == pytest.approx(math.log(theirs["value"]), rel=64 * EPS)
+
+
+def test_chunks_and_several_processes_are_refused_together(folder, capfd):
+    words = [str(folder / "rope"), "--lengths", "20", "--chunk", "5"]
+    assert in_processes(lambda: evaluate(folder, *words), 2) == [1, 1]
+    assert "chunks go through a cache, which processes cannot share" in capfd.readouterr().err

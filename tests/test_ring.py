@@ -1,6 +1,7 @@
 """Ring attention: several processes give what one gives, for every encoding that does not rescore."""
 
 import copy
+import dataclasses
 import itertools
 import math
 
@@ -8,14 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from rounding import Inside, assert_within_rounding, rounding_noise
-from train_kit import in_processes
+from train_kit import Processes
 
 import lengthwise as lw
 from lengthwise.attention import checked_call
-from lengthwise.distributed import gather, ring_attend, ring_loss, spread, take, zigzag
+from lengthwise.distributed import gather, ring_attend, ring_loss, spread, take
+from lengthwise.distributed.sharding import zigzag
+from lengthwise.encodings._table_cache import STEP, table_reach
 from lengthwise.encodings.registry import find
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 from lengthwise.testing import Subject, assert_near
+from lengthwise.token_layout import Ring
 
 SPREAD = [name for name, cls in lw.ENCODINGS.items() if not cls.overrides("rescore")]
 VARIANTS = [
@@ -27,36 +31,21 @@ VARIANTS = [
     ("rope+fox+ssmax+sink", {}),
 ]
 CASES = [(name, {}) for name in SPREAD] + VARIANTS
+NAMES = [name + "".join(f"-{option}" for option in options) for name, options in CASES]
 ROADS = [
-    *(
-        "cable",
-        "k-cable",
-        "alibi",
-        "rope",
-        "xpos",
-        "carope",
-        "selective-rope",
-        "kerple",
-        "fire",
-        "t5",
-        "shaw",
-        "deberta",
-    ),
-    *("inkling", "grape-a", "learned", "logn", "rope+fox+ssmax+sink"),
+    *("cable", "k-cable", "alibi", "rope", "xpos", "carope", "selective-rope", "kerple", "fire", "t5", "shaw"),
+    *("deberta", "inkling", "grape-a", "learned", "logn", "rope+fox+ssmax+sink"),
 ]
 """One of each: levels, rotations, a common middle, sums of angles, a halo, tables, lines, profiles of queries and keys,
 functions, embeddings, counts of tokens, and all of it composed. The rest is behind prove."""
 
 
-def in_ring(work, size, patience=60):
-    """Some work in the processes of one group; all must end well."""
-
-    def joined():
-        dist.init_process_group("gloo")
-        work()
-        dist.barrier()
-
-    assert in_processes(joined, size, patience=patience) == [0] * size
+@pytest.fixture(scope="module")
+def in_ring():
+    """Some work in the processes of one group, which do that of all tests here."""
+    processes = Processes()
+    yield processes
+    processes.close()
 
 
 def documents_and_padding(length, *, causal=True):
@@ -190,76 +179,99 @@ def in_double(options):
     return {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
 
 
-def test_two_processes_give_what_one_gives_packed_and_padded():
-    layout = documents_and_padding(37)
-
-    def every():
-        for name in ROADS:
-            assert_like_one_process(name, {}, layout)
-
-    in_ring(every, 2, patience=300)
+def like_one_process_packed_and_padded(names, length):
+    for name in names:
+        assert_like_one_process(name, {}, documents_and_padding(length))
 
 
-def test_four_processes_give_what_one_gives():
-    def some():
-        for name in ("cable", "kerple", "selective-rope"):
-            assert_like_one_process(name, {}, lw.layout(29))
+def like_one_process_plain(names, length):
+    for name in names:
+        assert_like_one_process(name, {}, lw.layout(length))
 
-    in_ring(some, 4, patience=120)
+
+def like_one_process_in_all_layouts(name, options):
+    for layout in (lw.layout(37), documents_and_padding(38), documents_and_padding(64)):
+        assert_like_one_process(name, options, layout)
+    if find(name).two_sided:
+        for layout in (lw.layout(37, causal=False), documents_and_padding(41, causal=False)):
+            assert_like_one_process(name, options, layout)
+
+
+def test_two_processes_give_what_one_gives_packed_and_padded(in_ring):
+    in_ring(2, like_one_process_packed_and_padded, ROADS, 37, patience=300)
+
+
+def test_four_processes_give_what_one_gives(in_ring):
+    in_ring(4, like_one_process_plain, ("cable", "kerple", "selective-rope"), 29, patience=120)
 
 
 @pytest.mark.prove
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
 @pytest.mark.parametrize("size", [2, 4])
-def test_any_number_of_processes_gives_what_one_gives_with_every_encoding(size):
-    def every():
-        for name, options in CASES:
-            for layout in (lw.layout(37), documents_and_padding(38), documents_and_padding(64)):
-                assert_like_one_process(name, options, layout)
-            if find(name).two_sided:
-                for layout in (lw.layout(37, causal=False), documents_and_padding(41, causal=False)):
-                    assert_like_one_process(name, options, layout)
+def test_any_number_of_processes_gives_what_one_gives_with_every_encoding(in_ring, size, case):
+    in_ring(size, like_one_process_in_all_layouts, *case, patience=300)
 
-    in_ring(every, size, patience=3000)
+
+def two_rings_of_two():
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = dist.get_rank() // 2
+    length = (37, 45)[mine]
+    subject = Subject("rope+fox", length=length)
+    layer, x = subject.layer(), subject.tokens()
+    layout = lw.layout(length)
+    part = spread(layout, groups[mine])
+    ours = [gather(own, part, 2) for own in attention(layer, take(x, part), part)]
+    for own, whole in zip(ours, attention(layer, x, layout), strict=True):
+        assert_near(own, whole, f"ring {mine}")
+    other = groups[1 - mine]
+    refuses(lambda: spread(layout, other), ValueError, "must be one of the group's, got a group without it")
+
+
+def test_rings_of_some_of_the_processes_do_not_meet(in_ring):
+    in_ring(4, two_rings_of_two)
 
 
 WINDOWS = [7, (lw.Band(0, 6), lw.Band(6, first=3)), lw.Band(0, 1, chunk=8), lw.Band(3, 20)]
 
 
-def test_windows_bands_sinks_scales_and_caps_are_those_of_one_process():
-    def every():
-        for window, layout in itertools.product(WINDOWS, (lw.layout(37), documents_and_padding(37))):
-            assert_like_one_process("kerple", {}, layout, window=window)
-        assert_like_one_process("alibi", {}, lw.layout(37, causal=False), window=9)
-        assert_like_one_process("cable", {}, lw.layout(37), softcap=3.0, sink=torch.linspace(-1, 1, 3))
+def windows_and_more():
+    for window, layout in itertools.product(WINDOWS, (lw.layout(37), documents_and_padding(37))):
+        assert_like_one_process("kerple", {}, layout, window=window)
+    assert_like_one_process("alibi", {}, lw.layout(37, causal=False), window=9)
+    assert_like_one_process("cable", {}, lw.layout(37), softcap=3.0, sink=torch.linspace(-1, 1, 3))
 
-    in_ring(every, 2, patience=200)
+
+def test_windows_bands_sinks_scales_and_caps_are_those_of_one_process(in_ring):
+    in_ring(2, windows_and_more, patience=200)
 
 
 def seeded():
     return torch.Generator().manual_seed(5)
 
 
-def test_heads_of_queries_may_share_keys():
-    def grouped():
-        g = seeded()
-        q, k, v = (torch.randn(1, heads, 40, 8, generator=g) for heads in (6, 2, 2))
-        step = torch.rand(1, 6, 40, generator=g)
-        layout = lw.layout(40)
-        part = spread(layout)
-        level = part.ring.running_sums(take(step, part, 2))
-        ours = gather(
-            lw.attend(
-                *(take(x, part, 2) for x in (q, k, v)),
-                layout=part,
-                bias=lw.LevelBias(level, level, torch.ones(1, 6, 1)),
-            ),
-            part,
-            2,
-        )
-        bias = lw.LevelBias.of_steps(step, torch.ones(1, 6, 1), start=0, queries=40)
-        assert_near(ours, lw.attend(q, k, v, layout=layout, bias=bias, backend="reference"), "grouped heads")
+def grouped_heads():
+    g = seeded()
+    q, k, v = (torch.randn(1, heads, 40, 8, generator=g) for heads in (6, 2, 2))
+    step = torch.rand(1, 6, 40, generator=g)
+    layout = lw.layout(40)
+    part = spread(layout)
+    level = part.ring.running_sums(take(step, part, 2))
+    own = lw.LevelBias(level, level, torch.ones(1, 6, 1))
+    whole = lw.LevelBias.of_steps(step, torch.ones(1, 6, 1), start=0, queries=40)
+    for dtype in (torch.float32, torch.bfloat16):
+        rounded = [x.to(dtype) for x in (q, k, v)]
+        ours = gather(lw.attend(*(take(x, part, 2) for x in rounded), layout=part, bias=own), part, 2)
+        assert ours.dtype == dtype
+        expected = lw.attend(*(x.float() for x in rounded), layout=layout, bias=whole, backend="reference")
+        if dtype == torch.float32:
+            assert_near(ours, expected, "grouped heads")
+        else:
+            # Weights are rounded before they meet values, and so is what comes out.
+            assert (ours.float() - expected).norm() <= 2 * torch.finfo(dtype).eps * expected.norm()
 
-    in_ring(grouped, 2)
+
+def test_heads_of_queries_may_share_keys_in_half_precision_too(in_ring):
+    in_ring(2, grouped_heads)
 
 
 def sent_tokens(work):
@@ -276,84 +288,109 @@ def sent_tokens(work):
     return sum(sizes) // 2  # keys and values
 
 
-def test_a_window_and_a_steep_bias_leave_out_exchanges():
-    def count():
-        length = 512
-        g = seeded()
-        q, k, v = torch.randn(3, 1, 2, length, 8, generator=g)
-        part = spread(lw.layout(length))
-        own = [take(x, part, 2) for x in (q, k, v)]
-        position = part.key[:, None].double()
+def count_exchanges():
+    length = 512
+    g = seeded()
+    q, k, v = torch.randn(3, 1, 2, length, 8, generator=g)
+    part = spread(lw.layout(length))
+    own = [take(x, part, 2) for x in (q, k, v)]
+    position = part.key[:, None].double()
 
-        def far(slope):
-            return lw.LevelBias(position, position, torch.tensor([slope, 2 * slope]).view(1, 2, 1))
+    def far(slope):
+        return lw.LevelBias(position, position, torch.tensor([slope, 2 * slope]).view(1, 2, 1))
 
-        everything = sent_tokens(lambda: lw.attend(*own, layout=part))
-        windowed = sent_tokens(lambda: lw.attend(*own, layout=part, window=16))
-        steep = sent_tokens(lambda: lw.attend(*own, layout=part, bias=far(2.0)))
-        flat = sent_tokens(lambda: lw.attend(*own, layout=part, bias=far(0.01)))
+    everything = sent_tokens(lambda: lw.attend(*own, layout=part))
+    windowed = sent_tokens(lambda: lw.attend(*own, layout=part, window=16))
+    steep = sent_tokens(lambda: lw.attend(*own, layout=part, bias=far(2.0)))
+    flat = sent_tokens(lambda: lw.attend(*own, layout=part, bias=far(0.01)))
+    with lw.skipping(False):
+        unskipped = sent_tokens(lambda: lw.attend(*own, layout=part, bias=far(2.0)))
+    totals = torch.tensor([everything, windowed, steep, flat, unskipped])
+    dist.all_reduce(totals)
+    # Each of four chunks is 64 tokens; a chunk needs 15 of the one before, unless that is of the same process.
+    chunks = zigzag(length, dist.get_world_size())
+    borders = sum(a.owner != b.owner for a, b in itertools.pairwise(chunks))
+    assert totals[1] == 15 * borders
+    assert totals[2] == 64 * borders, "tiles of 64 keys"
+    assert totals[3] == totals[4] == totals[0]
+
+
+def test_a_window_and_a_steep_bias_leave_out_exchanges(in_ring):
+    in_ring(4, count_exchanges)
+
+
+def skipped_and_not():
+    for name in ("alibi", "cable", "sandwich"):
+        subject = Subject(name, length=640, train_length=640, batch=1)
+        layer, x = subject.layer(), subject.tokens()
+        with torch.no_grad():
+            for parameter in layer.encoding.parameters():
+                parameter.mul_(4)
+        layout = lw.layout(640)
+        skipped = together(layer, x, layout)
         with lw.skipping(False):
-            unskipped = sent_tokens(lambda: lw.attend(*own, layout=part, bias=far(2.0)))
-        totals = torch.tensor([everything, windowed, steep, flat, unskipped])
-        dist.all_reduce(totals)
-        # Each of four chunks is 64 tokens; a chunk needs 15 of the one before, unless that is of the same process.
-        chunks = zigzag(length, dist.get_world_size())
-        borders = sum(a.owner != b.owner for a, b in itertools.pairwise(chunks))
-        assert totals[1] == 15 * borders
-        assert totals[2] == 64 * borders, "blocks of 64 keys"
-        assert totals[3] == totals[4] == totals[0]
-
-    in_ring(count, 4)
+            whole = together(layer, x, layout)
+        for result, value in whole.items():
+            assert_near(skipped[result], value, f"{name}: {result}")
 
 
-def test_what_is_skipped_changes_nothing_forward_or_backward():
-    def compare():
-        for name in ("alibi", "cable", "sandwich"):
-            subject = Subject(name, length=640, train_length=640, batch=1)
-            layer, x = subject.layer(), subject.tokens()
-            with torch.no_grad():
-                for parameter in layer.encoding.parameters():
-                    parameter.mul_(4)
-            layout = lw.layout(640)
-            skipped = together(layer, x, layout)
-            with lw.skipping(False):
-                whole = together(layer, x, layout)
-            for result, value in whole.items():
-                assert_near(skipped[result], value, f"{name}: {result}")
-
-    in_ring(compare, 2)
+def test_what_is_skipped_changes_nothing_forward_or_backward(in_ring):
+    in_ring(2, skipped_and_not)
 
 
-def test_the_loss_of_a_model_and_its_gradients_are_those_of_one_process():
-    config = LengthwiseConfig.preset(
-        "nano", layers="cable,kerple:16,rope+fox", n_layer=3, n_head=3, n_embd=24, vocab_size=64, n_positions=64
-    )
+def loss_of_a_model(**changes):
+    """The loss, those of tokens, and all gradients, of documents and of padding."""
+    sizes = {"n_layer": 2, "n_head": 3, "n_embd": 24, "vocab_size": 64, "n_positions": 64}
     torch.manual_seed(0)
-    model = LengthwiseForCausalLM(config).train()
+    model = LengthwiseForCausalLM(LengthwiseConfig.preset("nano", **(sizes | changes))).train()
     ids = torch.randint(64, (2, 45), generator=seeded())
-    positions = torch.cat([torch.arange(20), torch.arange(25)])[None].expand(2, -1)
+    documents = torch.cat([torch.arange(20), torch.arange(25)])[None].expand(2, -1)
+    padded = torch.ones_like(ids)
+    padded[1, :7] = 0
+    labels = ids.clone()
+    labels[1, :8] = -100  # the first real token would be predicted from padding
+    for options in ({}, {"position_ids": documents}, {"attention_mask": padded}):
+        targets = labels if "attention_mask" in options else ids
+        model.zero_grad()
+        loss = ring_loss(model, ids, targets, **options)
+        loss.backward()
+        every = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        for tensor in (total := loss.detach().clone(), *every.values()):
+            dist.all_reduce(tensor)
+        with torch.no_grad():
+            tokens = ring_loss(model, ids, targets, **options, reduction="none")
+        twin = copy.deepcopy(model)
+        twin.zero_grad()
+        whole = twin.loss(ids, targets, **options, reduction="sum")
+        whole.backward()
+        where = f"{model.config.label} with {[*options]}"
+        assert_near(total, whole, f"loss of {where}")
+        with torch.no_grad():
+            expected = twin.loss(ids, targets, **options, reduction="none")
+        assert_near(tokens, expected, f"losses of tokens of {where}")
+        theirs = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
+        assert every.keys() == theirs.keys(), where
+        assert_near(
+            *(torch.cat([x.flatten() for x in own.values()]) for own in (every, theirs)), f"gradient of {where}"
+        )
 
-    def compare():
-        for own in (None, positions):
-            model.zero_grad()
-            loss = ring_loss(model, ids, position_ids=own)
-            loss.backward()
-            every = {name: p.grad for name, p in model.named_parameters()}
-            for tensor in (total := loss.detach().clone(), *every.values()):
-                dist.all_reduce(tensor)
-            with torch.no_grad():
-                tokens = ring_loss(model, ids, position_ids=own, reduction="none")
-            twin = copy.deepcopy(model)
-            twin.zero_grad()
-            whole = twin.loss(ids, ids, position_ids=own, reduction="sum")
-            whole.backward()
-            assert_near(total, whole, "loss")
-            with torch.no_grad():
-                assert_near(tokens, twin.loss(ids, ids, position_ids=own, reduction="none"), "losses of tokens")
-            for name, parameter in twin.named_parameters():
-                assert_near(every[name], parameter.grad, name)
 
-    in_ring(compare, 2)
+def loss_of_three_kinds_of_layer():
+    loss_of_a_model(layers="cable,kerple:16,rope+fox", n_layer=3)
+
+
+def loss_with_encoding(name, options):
+    loss_of_a_model(encoding=name, encoding_options=options)
+
+
+def test_the_loss_of_a_model_and_its_gradients_are_those_of_one_process(in_ring):
+    in_ring(2, loss_of_three_kinds_of_layer)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_the_loss_with_every_encoding_is_that_of_one_process(in_ring, case):
+    in_ring(4, loss_with_encoding, *case, patience=120)
 
 
 def test_chunks_are_a_part_of_the_sequence_each_and_balanced():
@@ -364,36 +401,55 @@ def test_chunks_are_a_part_of_the_sequence_each_and_balanced():
         assert max(work) - min(work) <= 3 * length
 
 
+def test_a_table_reaches_over_the_tokens_of_all_processes():
+    class Of(Ring):
+        running_sums = before = attend = None
+
+    ring = Of()
+    ring.whole = lw.layout(8 * STEP)
+    part = dataclasses.replace(lw.layout(STEP), facts=ring.whole.facts, ring=ring)
+    assert table_reach(part) == 8 * STEP
+
+
 def refuses(call, kind, *words):
     with pytest.raises(kind) as error:
         call()
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-def test_what_cannot_be_spread_is_refused():
-    def refused():
-        refuses(lambda: spread(lw.layout(3)), ValueError, "a sequence of 4 tokens or more", "got 3")
-        refuses(lambda: spread(lw.layout(3, past=9)), ValueError, "one pass over all tokens, got 3 queries and 12 keys")
-        masked = lw.TokenLayout.of(torch.arange(8), mask=torch.ones(1, 1, 8, 8, dtype=torch.bool))
-        refuses(lambda: spread(masked), NotImplementedError, "explicit mask")
-        refuses(lambda: spread(12), TypeError, "layout must be a TokenLayout, got 12")
-        part = spread(lw.layout(8))
-        refuses(lambda: spread(part), ValueError, "spread already")
-        q = torch.ones(1, 1, 4, 2)
-        refuses(lambda: ring_attend(q, q, q, layout=lw.layout(4)), ValueError, "one of a single process")
-        refuses(lambda: lw.explain(q, q, q, layout=part), ValueError, "not explained")
-        whole = torch.ones(1, 1, 8, 2)
-        refuses(lambda: lw.attend(whole, whole, whole, layout=part), ValueError, "this process's 4 tokens, got 8")
-        dense = lw.DenseBias(torch.zeros(1, 1, 4, 4))
-        refuses(lambda: lw.attend(q, q, q, layout=part, bias=dense), NotImplementedError, "DenseBias", "describe it")
-        other = lw.make("alibi", heads=1, width=2).bias(q[0], lw.layout(8))
-        refuses(lambda: lw.attend(q, q, q, layout=part, bias=other), ValueError, "make it of this layout")
-        rescore = lw.make("dape", heads=1, width=2).rescore(q[:, 0], part)
-        refuses(lambda: lw.attend(q, q, q, layout=part, rescore=rescore), NotImplementedError, "cannot rescore")
-        config = LengthwiseConfig.preset("nano", encoding="kerple+dapev2", n_layer=1, n_head=2, n_embd=8, vocab_size=64)
-        model = LengthwiseForCausalLM(config)
-        refuses(lambda: ring_loss(model, torch.zeros(1, 8).long()), NotImplementedError, "'dapev2' replaces the scores")
-        refuses(lambda: ring_loss(model, torch.zeros(1, 8).long(), reduction="mean"), ValueError, "'sum' or 'none'")
+def refused():
+    refuses(lambda: spread(lw.layout(3)), ValueError, "a sequence of 4 tokens or more", "got 3")
+    refuses(lambda: spread(lw.layout(3, past=9)), ValueError, "one pass over all tokens, got 3 queries and 12 keys")
+    masked = lw.TokenLayout.of(torch.arange(8), mask=torch.ones(1, 1, 8, 8, dtype=torch.bool))
+    refuses(lambda: spread(masked), NotImplementedError, "explicit mask")
+    refuses(lambda: spread(12), TypeError, "layout must be a TokenLayout, got 12")
+    unlike = lw.layout(8 + dist.get_rank())
+    refuses(lambda: spread(unlike), ValueError, "must spread the same layout, got length of 8, 9")
+    part = spread(lw.layout(8))
+    refuses(lambda: spread(part), ValueError, "spread already")
+    q = torch.ones(1, 1, 4, 2)
+    refuses(lambda: ring_attend(q, q, q, layout=lw.layout(4)), ValueError, "one of a single process")
+    refuses(lambda: lw.explain(q, q, q, layout=part), ValueError, "not explained")
+    whole = torch.ones(1, 1, 8, 2)
+    refuses(lambda: lw.attend(whole, whole, whole, layout=part), ValueError, "this process's 4 tokens, got 8")
+    dense = lw.DenseBias(torch.zeros(1, 1, 4, 4))
+    refuses(lambda: lw.attend(q, q, q, layout=part, bias=dense), NotImplementedError, "DenseBias", "describe it")
+    other = lw.make("alibi", heads=1, width=2).bias(q[0], lw.layout(8))
+    refuses(lambda: lw.attend(q, q, q, layout=part, bias=other), ValueError, "make it of this layout")
+    with torch.no_grad():
+        steps = lw.LevelBias.of_steps(q[..., 0], torch.ones(1, 1, 1), start=0, queries=4)
+    refuses(lambda: lw.attend(q, q, q, layout=part, bias=steps), ValueError, "ring=layout.ring")
+    rescore = lw.make("dape", heads=1, width=2).rescore(q[:, 0], part)
+    refuses(lambda: lw.attend(q, q, q, layout=part, rescore=rescore), NotImplementedError, "cannot rescore")
+    leaf = q.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(lw.attend(leaf, q, q, layout=part).square().sum(), leaf, create_graph=True)
+    refuses(lambda: gradient.sum().backward(), RuntimeError, "once_differentiable")
+    config = LengthwiseConfig.preset("nano", encoding="kerple+dapev2", n_layer=1, n_head=2, n_embd=8, vocab_size=64)
+    model = LengthwiseForCausalLM(config)
+    refuses(lambda: ring_loss(model, torch.zeros(1, 8).long()), NotImplementedError, "'dapev2' replaces the scores")
+    refuses(lambda: ring_loss(model, torch.zeros(1, 8).long(), reduction="mean"), ValueError, "'sum' or 'none'")
 
-    in_ring(refused, 2)
+
+def test_what_cannot_be_spread_is_refused(in_ring):
+    in_ring(2, refused)
     refuses(lambda: spread(lw.layout(8)), RuntimeError, "a process group must be there", "torchrun")

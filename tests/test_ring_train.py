@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import json
 import os
 import random
 import signal
@@ -15,7 +16,7 @@ from train_kit import assert_close, in_processes, moments, small_config
 
 import lengthwise as lw
 from lengthwise.cli import main
-from lengthwise.distributed import zigzag
+from lengthwise.distributed.sharding import zigzag
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 from lengthwise.runs import Run
 from lengthwise.train import TrainConfig, train
@@ -152,9 +153,14 @@ def test_the_memory_of_a_layer_is_what_torch_saves_for_it(dtype):
     assert layer_bytes(config, dtype.itemsize) == pytest.approx(sum(sizes) / tokens, rel=0.02)
 
 
-def test_the_simulation_counts_every_pair_once(monkeypatch):
+@pytest.fixture
+def ring(monkeypatch):
+    """The benchmark."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    ring = importlib.import_module("ring")
+    return importlib.import_module("ring")
+
+
+def test_the_simulation_counts_every_pair_once(ring):
     chunks = zigzag(40, 4)
     first, stop = (np.array([getattr(c, name) for c in chunks], dtype=float) for name in ("first", "stop"))
     for reach in (1, 7, 40):
@@ -165,3 +171,18 @@ def test_the_simulation_counts_every_pair_once(monkeypatch):
     assert plain["received_gb"] > decaying["received_gb"] > window["received_gb"] > 0
     assert plain["seconds"] > decaying["seconds"] > window["seconds"]
     assert ring.simulate(2**17, 16, "plain", given)["memory_gb"] < plain["memory_gb"]
+
+
+@pytest.mark.prove
+def test_what_is_measured_of_rings_is_what_the_simulation_takes(ring, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(ring, "RESULTS", tmp_path)
+    assert ring.measured() == {}
+    for case, measure in ring.MEASURED.items():
+        rows = measure(ring.QUICK)
+        (tmp_path / f"ring-{case}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    taken = ring.measured()
+    assert taken.keys() == {"plain_share", "window_share", "decaying_share", "spread"}
+    given = ring.Assumptions(**taken)
+    assert min(given.plain_share, given.window_share, given.decaying_share) > 0
+    ring.compare(given)
+    assert capsys.readouterr().out.count("tokens in a ring of 2: a decaying bias takes") == len(ring.QUICK.lengths)

@@ -147,3 +147,19 @@ def test_shares_of_other_sizes_are_one_batch_under_ddp_and_refused_under_fsdp2(t
 def test_sharding_without_processes_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"needs several processes, got one; start them with torchrun"):
         train(small_config(tmp_path, sharded=True))
+
+
+def test_a_folder_that_not_all_processes_share_is_found_before_training_starts(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("lengthwise.files.DISK_SECONDS", 0.0)
+    config = dataclasses.replace(small_config(tmp_path), out="runs/first")
+
+    def elsewhere():
+        folder = tmp_path / f"disk of {os.environ['RANK']}"
+        folder.mkdir()
+        os.chdir(folder)
+        train(config)
+
+    assert in_processes(elsewhere, 2) == [1, 1]
+    said = capfd.readouterr().err
+    assert said.count("--out must be on a disk that all machines share, got runs/first, where processes 1 on ") == 2
+    assert not Run.is_run(tmp_path / "disk of 0/runs/first")

@@ -6,12 +6,16 @@ import os
 import signal
 import socket
 import sys
+import time
+import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from lengthwise.files import cache_folder
@@ -21,6 +25,8 @@ from lengthwise.train import TrainConfig, train
 
 PATIENCE = 60
 """Seconds after which a process of a test says where it stands, and ends."""
+IDLE = 600
+"""Seconds after which a process that gets no more work ends by itself, should its test be gone."""
 KERNELS = cache_folder().resolve() / "kernels"
 TEXT = "the reader of a long text forgets what stood at its start unless something tells how far it went"
 
@@ -103,21 +109,33 @@ def last_state(run: Run) -> dict[str, torch.Tensor]:
     return {k: v for path in sorted(run.checkpoints[-1].glob("*.safetensors")) for k, v in load_file(path).items()}
 
 
-def in_processes(work: Callable[[], object], world: int = 1, *, patience: int = PATIENCE) -> list[int]:
-    """Do some work in as many processes as asked, as torchrun would start them; their exit codes."""
+def free_port() -> int:
+    """A port that nobody uses."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return probe.getsockname()[1]
+
+
+def join_environment(rank: int, world: int, port: int) -> None:
+    """What torchrun tells a process."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def in_processes(work: Callable[[], object], world: int = 1, *, patience: int = PATIENCE) -> list[int]:
+    """Do some work in as many processes as asked, as torchrun would start them; their exit codes."""
+    port = free_port()
 
     def one(rank: int) -> None:
         torch.set_num_threads(1)
         faulthandler.dump_traceback_later(patience, exit=True)
         if world > 1:
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            join_environment(rank, world, port)
         code = 0
         try:
             work()
+        except SystemExit as end:
+            code = int(bool(end.code))
         except BaseException as error:
             print(f"process {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             code = 1
@@ -131,6 +149,75 @@ def in_processes(work: Callable[[], object], world: int = 1, *, patience: int = 
     for process in started:
         process.join()
     return [process.exitcode for process in started]
+
+
+class Processes:
+    """Processes of one gloo group that do one piece of work after another: to start them is what takes time.
+
+    Work is a function at the top of a module with plain arguments. Where one process fails, all are ended, and the next
+    work is done by new ones.
+    """
+
+    def __init__(self) -> None:
+        self.started: dict[int, list[tuple[Any, Connection]]] = {}
+
+    def __call__(self, size: int, work: Callable[..., object], *arguments: Any, patience: int = PATIENCE) -> None:
+        """Do some work in each of `size` processes; all must end well."""
+        every = self.started.get(size) or self._start(size)
+        for _, pipe in every:
+            pipe.send((work, arguments))
+        waiting, until = {pipe: rank for rank, (_, pipe) in enumerate(every)}, time.monotonic() + patience
+        fault = ""
+        while waiting and not fault:
+            ready = wait(list(waiting), timeout=max(0.0, until - time.monotonic()))
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    answer = pipe.recv()
+                except EOFError:
+                    answer = "it ended"
+                fault = fault or (answer and f"process {rank} of {size}: {answer}")
+            if not ready:
+                fault = f"processes {sorted(waiting.values())} of {size} were not done in {patience} s"
+        if fault:
+            self._end(size)
+            raise AssertionError(fault)
+
+    def _start(self, size: int) -> list[tuple[Any, Connection]]:
+        context, port = multiprocessing.get_context("fork"), free_port()
+
+        def one(rank: int, pipe: Connection) -> None:
+            torch.set_num_threads(1)
+            join_environment(rank, size, port)
+            dist.init_process_group("gloo")
+            while pipe.poll(IDLE):
+                work, arguments = pipe.recv()
+                try:
+                    work(*arguments)
+                    dist.barrier()
+                    pipe.send("")
+                except BaseException:
+                    pipe.send(traceback.format_exc())
+
+        every = []
+        for rank in range(size):
+            here, there = context.Pipe()
+            process = context.Process(target=one, args=(rank, there), daemon=True)
+            process.start()
+            there.close()
+            every.append((process, here))
+        self.started[size] = every
+        return every
+
+    def _end(self, size: int) -> None:
+        for process, _ in self.started.pop(size):
+            process.kill()
+            process.join()
+
+    def close(self) -> None:
+        """End all processes."""
+        for size in list(self.started):
+            self._end(size)
 
 
 class Killer:

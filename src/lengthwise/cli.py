@@ -301,11 +301,11 @@ def evaluate(sources: list[str], device: str, trust_remote_code: bool, out: str 
     from lengthwise.evaluate.run import evaluate_models
     from lengthwise.loading import local_device
 
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
     config = EvalConfig(**options)
     measure: Callable[..., Any] = evaluate_retrieval if config.retrieval else evaluate_models
     # Under torchrun all processes share each text; the first one speaks.
     with joined(local_device(device)) as is_first:
+        logging.basicConfig(level=logging.INFO if is_first else logging.ERROR, format="%(message)s")
         result = measure(sources, config, device=str(local_device(device)), trust_remote_code=trust_remote_code)
         if not is_first:
             sys.exit(0)

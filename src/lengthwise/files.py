@@ -1,4 +1,5 @@
-"""Files: where the cache is, how one is written whole or not at all, its hash; and what this machine's processor is.
+"""Files: where the cache is, how one is written whole or not at all, its hash, and whether another machine's is here;
+remote storage; and what this machine's processor is.
 
 Folders that are whole or not there are in runs.py.
 """
@@ -8,10 +9,14 @@ import json
 import math
 import os
 import platform
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+DISK_SECONDS = 10.0
+"""How long a network disk may take to show what another machine wrote."""
 
 
 def cache_folder() -> Path:
@@ -61,6 +66,30 @@ def file_hash(path: Path) -> str:
     """The sha256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def appears(path: Path) -> bool:
+    """Whether a file is there, or will be soon: a network disk shows what another machine wrote after a while."""
+    until = time.monotonic() + DISK_SECONDS
+    while True:
+        # A listing, since a network disk remembers for a while that a name was not there.
+        if path.parent.is_dir() and path.name in os.listdir(path.parent):
+            return True
+        if time.monotonic() >= until:
+            return False
+        time.sleep(0.1)
+
+
+def open_storage(address: str, name: str) -> tuple[Any, str]:
+    """The file system of an address, by fsspec, and the path there; `name` is the option that has it."""
+    # It comes with torch, and is needed only here.
+    import fsspec
+
+    try:
+        system, root = fsspec.core.url_to_fs(address)
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"{name} must be an address that fsspec knows, got {address!r}: {error}") from error
+    return system, root.rstrip("/")
 
 
 def processor_name() -> str:

@@ -10,6 +10,10 @@ characters, before anything is tokenized: a shard that is missing or damaged is 
 preparation goes on with the first shard that is not complete. The tokenizer itself runs on all cores. Processes that
 need the same tokens wait for the first of them.
 
+Machines without a common disk can read prepared tokens from a token store, such as s3://bucket/tokens: the folder
+`tokens` of a cache, copied there by any tool. It is only read. What is needed is copied into this machine's cache once,
+checked by its checksums, and mapped into memory there, which no remote file can be.
+
 The order is a function of seed and step alone, however many processes there are. The row of tokens is cut into
 sequences of `length`, each starting with the last token of the one before, so that every token but the first is
 predicted once an epoch. Each epoch has its own shuffle. A position in the data is a number of sequences; there is no
@@ -40,12 +44,14 @@ from transformers import PreTrainedTokenizerFast
 from lengthwise.data.sources import Split, documents, resolve
 from lengthwise.data.tokenizers import tokenizer_hash
 from lengthwise.errors import check_int
-from lengthwise.files import cache_folder, file_hash, replacing, write_atomic
+from lengthwise.files import cache_folder, file_hash, open_storage, replacing, write_atomic
 
 SHARD = 2**28
 """Characters in a shard: about 60 million tokens of GPT-2's."""
 BATCH = 2**20
 """Characters tokenized at a time."""
+INDEX = "whole.json"
+"""The names of all shards of a split: it is written last."""
 log = logging.getLogger(__name__)
 
 
@@ -156,19 +162,24 @@ def prepare(
     cache: Path | None = None,
     verify: bool = True,
     shard: int = SHARD,
+    store: str | None = None,
 ) -> Tokens:
     """The tokens of one split of a source, every document followed by the tokenizer's end-of-text token.
 
-    Without `verify` the files' sizes are checked but not their checksums.
+    Without `verify` the files' sizes are checked but not their checksums. With a `store` tokens that are not in the
+    cache are copied from there and not made.
     """
     key = "\n".join((resolve(source).fingerprint(), tokenizer_hash(tokenizer), split, str(shard)))
     folder = (cache or cache_folder()) / "tokens" / hashlib.sha256(key.encode()).hexdigest()[:24]
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
-        index = folder / "whole.json"
+        index = folder / INDEX
         paths = [folder / name for name in json.loads(index.read_text())] if index.exists() else []
         if not paths or not all(_is_complete(path, deep=verify) for path in paths):
-            paths = _write_shards(source, tokenizer, split, folder, shard)
+            if store is None:
+                paths = _write_shards(source, tokenizer, split, folder, shard)
+            else:
+                paths = _fetch_shards(store, folder)
             write_atomic(index, json.dumps([path.name for path in paths]))
     shards = [Shard.read(path) for path in paths]
     if sum(shard.documents for shard in shards) == 0:
@@ -193,6 +204,29 @@ def _write_shards(
                 _write(path, group, tokenizer, bar)
                 log.info("prepared %s of %s, split %s", path.name, source, split)
     return paths or [_write(folder / "shard-00000.bin", iter(()), tokenizer, bar)]
+
+
+def _fetch_shards(store: str, folder: Path) -> list[Path]:
+    """Every shard of a split, copied from a token store; those that are complete by their checksums stay."""
+    system, root = open_storage(store, "--token-store")
+    there = f"{root}/{folder.name}"
+    if not system.exists(f"{there}/{INDEX}"):
+        raise FileNotFoundError(
+            f"the token store must have these tokens, got no {store}/{folder.name}; prepare them once without "
+            "--token-store, with the same data, tokenizer and version, and copy the cache's folder tokens there"
+        )
+    paths = [folder / Path(name).name for name in json.loads(system.cat_file(f"{there}/{INDEX}"))]
+    for path in paths:
+        if _is_complete(path, deep=True):
+            continue
+        shard = Shard(**json.loads(system.cat_file(f"{there}/{path.stem}.json")))
+        with replacing(path) as partial:
+            system.get_file(f"{there}/{path.name}", str(partial))
+            if (fault := shard.fault(partial, deep=True)) is not None:
+                raise OSError(f"token file {store}/{folder.name}/{path.name} is damaged: {fault}; copy it there again")
+        shard.write(path)
+        log.info("fetched %s of %s", path.name, store)
+    return paths
 
 
 def _groups(texts: Iterator[str], size: int) -> Iterator[Iterator[str]]:

@@ -50,9 +50,11 @@ def _same(a: Tensor, b: Tensor) -> bool:
 def table_reach(layout: TokenLayout) -> int | None:
     """How many distances a table needs, from 0 on; None if positions have such gaps that a table would be wasteful.
 
-    Where the positions may not be read, a graph or a device assumes that they follow the slots, and stops at run time
-    if they do not.
+    Of a sequence that processes share, all tokens count: distances reach from one process to another. Where the
+    positions may not be read, a graph or a device assumes that they follow the slots, and stops at run time if they do
+    not.
     """
+    layout = layout.whole
     if layout.query.ndim != 2:
         raise ValueError(
             f"a table of distances needs positions (batch, position), got shape {tuple(layout.query.shape)}; rows and "

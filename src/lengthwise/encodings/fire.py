@@ -66,7 +66,7 @@ class Fire(Encoding):
         """
         causal, reach, decoding = self.shape.causal, table_reach(layout), is_decoding(layout)
         query, key, facts = layout.query, layout.key, layout.facts
-        scope = query if causal else torch.maximum(query, layout.document_ends()[0] - query)
+        scope = fire_scope(layout, causal=causal)
         c, multiplier, into, out = at_least_float32(self.c), at_least_float32(self.multiplier), self.into, self.out
         layers = [at_least_float32(p) for p in (into.weight, into.bias, out.weight, out.bias)]
         limit = self._limits.table(lambda _: (multiplier * self.threshold).abs(), 1, multiplier, decoding=decoding)
@@ -74,7 +74,8 @@ class Fire(Encoding):
         if reach is None:
             return FunctionBias(fire_tile, (query, key, scope, *network), "qkq")
         if facts is not None and query.is_cpu and query.numel():
-            furthest = facts.highest if causal else int(scope.max())
+            # Of all tokens: processes that share a sequence must describe the same.
+            furthest = facts.highest if causal else int(fire_scope(layout.whole, causal=causal).max())
             if furthest <= float(limit.detach()):
                 make_table = partial(fire_table, causal=causal, network=network)
                 table, first = self._tables.table(make_table, reach, *network, decoding=decoding)
@@ -82,6 +83,11 @@ class Fire(Encoding):
         make_lines = partial(fire_lines, causal=causal, c=c, layers=layers)
         curve, first, *lines = self._lines.table(make_lines, reach, *network, decoding=decoding)
         return LineBias(DistanceBias(curve, query, key, first), fire_factor(scope, c, limit), *lines)
+
+
+def fire_scope(layout: TokenLayout, *, causal: bool) -> Int[Tensor, "#batch query"]:
+    """The furthest that each query can see."""
+    return layout.query if causal else torch.maximum(layout.query, layout.document_ends()[0] - layout.query)
 
 
 @registered

@@ -4,6 +4,9 @@ The loss of each scored token of a batch of windows is computed in one pass or i
 the same losses and need memory for one chunk and the cache only. What every length needs is known before the first is
 computed; one whose cache alone does not fit is refused.
 
+Under torchrun all processes share each window of a Lengthwise model, by ring attention: each needs memory for its own
+part, and all get all losses.
+
 Where a tokenizer begins every text with a token of its own, as Gemma's does, that stands in the place of a window's
 first token: such models predict nonsense without it.
 """
@@ -11,6 +14,7 @@ first token: such models predict nonsense without it.
 import hashlib
 import inspect
 import math
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -27,7 +31,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from lengthwise.attention.backend import total_bytes
-from lengthwise.distributed import is_shared, ring_loss
+from lengthwise.distributed import ring_loss
+from lengthwise.distributed.model import sharing_processes
 from lengthwise.encodings import Encoding, PositionError
 from lengthwise.errors import check_int
 from lengthwise.evaluate.config import Protocol
@@ -191,6 +196,11 @@ def plan_lengths(
 ) -> list[LengthPlan]:
     """What will be computed at every length in a text of `total` tokens, without computing any of it."""
     lengths = checked_lengths(lengths)
+    if chunk is not None and sharing_processes() > 1:
+        raise ValueError(
+            f"chunks go through a cache, which processes cannot share, got --chunk {chunk} and {sharing_processes()} "
+            "processes; leave out --chunk, or start one process"
+        )
     ends = {"shortest": lengths[0], "longest": lengths[-1]}
     plans = []
     for length in lengths:
@@ -199,12 +209,13 @@ def plan_lengths(
         scored = length if every else plan.windows[0].scored
         try:
             check_length(model, length)
-            part = chunk or fitting_chunk(model, length=length, scored=min(scored, LOGIT_ROWS) if every else scored)
+            processes, rows = sharing(model, length), min(scored, LOGIT_ROWS) if every else scored
+            part = chunk or fitting_chunk(model, length=length, scored=rows, processes=processes)
             if every and not isinstance(model, LengthwiseForCausalLM):
                 # Logits of a whole window would not fit; those of a chunk do.
                 part = min(part or LOGIT_ROWS, LOGIT_ROWS)
             batch = max(1, BATCH_TOKENS // length)
-            need = bytes_needed(model, length=length, scored=scored, batch=batch, chunk=part)
+            need = bytes_needed(model, length=length, scored=scored, batch=batch, chunk=part, processes=processes)
             plans.append(LengthPlan(plan, part, every, need))
         except (PositionError, MemoryError) as error:
             plans.append(LengthPlan(plan, refused=str(error)))
@@ -308,7 +319,7 @@ def token_losses(
     """-log p of the last `scored` tokens, each from those before it in its window; float32."""
     inputs, targets = tokens[:, :-1], tokens[:, tokens.shape[1] - scored :]
     length = inputs.shape[1]
-    if is_shared() and isinstance(model, LengthwiseForCausalLM) and chunk is None:
+    if chunk is None and isinstance(model, LengthwiseForCausalLM) and sharing(model, length) > 1:
         return ring_loss(model, inputs, tokens, reduction="none")[:, length - scored :]
     if chunk is None or chunk >= length:
         return _last_losses(model, inputs, targets, None)
@@ -353,15 +364,35 @@ def last_logits(
     return logits[:, logits.shape[1] - keep :]
 
 
-def bytes_needed(model: PreTrainedModel, *, length: int, scored: int, batch: int = 1, chunk: int | None = None) -> int:
-    """An estimate of the memory of a pass over windows of this length, beside the weights."""
+def sharing(model: PreTrainedModel, length: int) -> int:
+    """How many processes share a window: all, or one if it is too short for all, or the model is not ours."""
+    processes = sharing_processes()
+    return processes if isinstance(model, LengthwiseForCausalLM) and length >= 2 * processes else 1
+
+
+def bytes_needed(
+    model: PreTrainedModel,
+    *,
+    length: int,
+    scored: int,
+    batch: int = 1,
+    chunk: int | None = None,
+    processes: int = 1,
+) -> int:
+    """An estimate of the memory of a pass over windows of this length in one process, beside the weights.
+
+    Processes share a window that is not read in chunks.
+    """
     config, item = model.config.get_text_config(), next(model.parameters()).element_size()
     heads = config.num_attention_heads
     width = config.hidden_size
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     dim = getattr(config, "head_dim", None) or width // heads
-    step = min(chunk or length, length)
-    cache = 2 * config.num_hidden_layers * key_heads * dim * length * item if step < length else 0
+    step = -(-length // processes) if chunk is None else min(chunk, length)
+    keys = 2 * key_heads * dim * item
+    cache = config.num_hidden_layers * keys * length if chunk is not None and step < length else 0
+    # Those of two other processes: what is worked with, and what is on its way.
+    cache += 2 * keys * step if processes > 1 else 0
     # Four widths in the feed-forward layer, twice over, the tokens, queries, keys, values and output.
     working = 16 * step * width * item
     rows = LOGIT_ROWS if isinstance(model, LengthwiseForCausalLM) else min(step, scored)
@@ -372,10 +403,13 @@ def bytes_needed(model: PreTrainedModel, *, length: int, scored: int, batch: int
     return batch * (cache + working + scores + logits + (step * length if windowed else 0))
 
 
-def fitting_chunk(model: PreTrainedModel, *, length: int, scored: int) -> int | None:
-    """None where a window fits in half of the memory whole, else the largest chunk that does; an error if none."""
+def fitting_chunk(model: PreTrainedModel, *, length: int, scored: int, processes: int = 1) -> int | None:
+    """None where a window, or a process's part of it, fits in half of the memory, else the largest chunk that does.
+
+    An error where none does.
+    """
     budget = memory_of(model) // 2
-    need = bytes_needed(model, length=length, scored=scored)
+    need = bytes_needed(model, length=length, scored=scored, processes=processes)
     if need <= budget:
         return None
     chunk = length
@@ -391,10 +425,10 @@ def fitting_chunk(model: PreTrainedModel, *, length: int, scored: int) -> int | 
 
 
 def memory_of(model: PreTrainedModel) -> int:
-    """The bytes of memory where the model is."""
+    """The bytes of memory where the model is, for this process: those of one machine share its memory."""
     if model.device.type == "cuda":
         return int(torch.cuda.get_device_properties(model.device).total_memory)
-    return total_bytes() or sys.maxsize
+    return (total_bytes() or sys.maxsize) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def length_dependent(model: PreTrainedModel) -> bool:

@@ -3,6 +3,7 @@
 Work is counted in tokens read, each weighted by what attention adds to it at that length.
 """
 
+import os
 import sys
 from typing import Self
 
@@ -18,11 +19,12 @@ def work(length: int, count: int = 1) -> float:
 
 
 class Progress:
-    """A bar on a terminal with the time left; nothing elsewhere."""
+    """A bar on a terminal with the time left; nothing elsewhere, and of several processes the first alone has it."""
 
     def __init__(self, total: float) -> None:
         form = "{desc} {percentage:3.0f}% |{bar}| {elapsed} gone, {remaining} left"
-        self.bar = tqdm(total=total, bar_format=form, leave=False, disable=not sys.stderr.isatty())
+        is_shown = sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
+        self.bar = tqdm(total=total, bar_format=form, leave=False, disable=not is_shown)
 
     def start(self, text: str) -> None:
         """Say what is computed now."""

@@ -26,6 +26,7 @@ from typing import TypeVar
 import torch
 from tqdm import tqdm
 
+from lengthwise.files import appears
 from lengthwise.study.config import StudyConfig
 from lengthwise.study.results import TrainingOutcome
 from lengthwise.study.runs import StudyRun
@@ -149,7 +150,7 @@ def check_shared(engine: Engine, out: Path) -> None:
     question.write_text(question.name)
     try:
         for machine in engine.probe(answer_probe, str(question)):
-            if not question.with_name(f"{question.name}-{machine}").exists():
+            if not appears(question.with_name(f"{question.name}-{machine}")):
                 raise OSError(
                     f"the study's folder must be on a disk that all machines share, got {out}, where {machine} does "
                     "not read what is written here; give another --out"
@@ -163,7 +164,7 @@ def answer_probe(question: str) -> str:
     """The name of this machine, which is also written beside the question if that is here."""
     machine = socket.gethostname()
     path = Path(question)
-    if path.exists() and path.read_text() == path.name:
+    if appears(path) and path.read_text() == path.name:
         path.with_name(f"{path.name}-{machine}").write_text(machine)
     return machine
 

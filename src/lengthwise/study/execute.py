@@ -38,7 +38,7 @@ from lengthwise.evaluate.retrieval import (
 )
 from lengthwise.evaluate.run import Corpora, Measurement, load_for_evaluation
 from lengthwise.evaluate.tasks import TaskScore
-from lengthwise.files import file_hash, write_atomic
+from lengthwise.files import file_hash, open_storage, write_atomic
 from lengthwise.inspect import position_maps
 from lengthwise.inspect.skipping import skipped_shares
 from lengthwise.loading import LoadedModel, load_tokenizer_of, resolve_device
@@ -50,7 +50,7 @@ from lengthwise.study.report import check_paper, write_report
 from lengthwise.study.results import StudyResults, TrainingOutcome
 from lengthwise.study.runs import StudyRun, contrastive_runs, study_runs
 from lengthwise.study.tune import with_tuned_rates
-from lengthwise.study.upload import open_storage, upload_run
+from lengthwise.study.upload import upload_run
 from lengthwise.tasks import find_task
 from lengthwise.train.setup import dry_run
 from lengthwise.views.style import save_picture
@@ -70,7 +70,7 @@ def run_study(config: StudyConfig) -> str:
     check_paper(config.paper)
     check_engine(config)
     if config.upload is not None:
-        open_storage(config.upload)
+        open_storage(config.upload, "--upload")
     resolve_device(config.training.device)
     if config.tune:
         config = with_tuned_rates(config)

@@ -5,15 +5,14 @@ and read-only: config, metrics, maps and the final model, without checkpoints. T
 that a copy is whole or not yet one.
 """
 
-import fsspec
-
+from lengthwise.files import open_storage
 from lengthwise.runs import CHECKPOINTS, FINAL, LOCK, SEAL, Run
 
 
 def upload_run(run: Run, target: str) -> str:
     """Copy a finished run below `target`, unless it is there; its address."""
-    system, root = open_storage(target)
-    address = f"{root.rstrip('/')}/{run.name}"
+    system, root = open_storage(target, "--upload")
+    address = f"{root}/{run.name}"
     seal = run.final / SEAL
     if system.exists(f"{address}/{FINAL}/{SEAL}") and system.cat_file(f"{address}/{FINAL}/{SEAL}") == seal.read_bytes():
         return address
@@ -25,12 +24,3 @@ def upload_run(run: Run, target: str) -> str:
         if system.size(copy) != path.stat().st_size:
             raise OSError(f"{copy} must have {path.stat().st_size} bytes, got {system.size(copy)}; upload it again")
     return address
-
-
-def open_storage(target: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """The file system of an address and the path there, or an error before anything is trained."""
-    try:
-        system, root = fsspec.core.url_to_fs(target)
-    except (ImportError, ValueError) as error:
-        raise ValueError(f"--upload must be an address that fsspec knows, got {target!r}: {error}") from error
-    return system, root

@@ -19,7 +19,7 @@ OPTIMIZERS: tuple[Optimizer, ...] = ("adamw", "muon")
 FORMAT = 2
 """The version of the config; it rises when a field changes its meaning."""
 
-NOT_STORED = ("out", "resume", "dry_run", "hardware")
+NOT_STORED = ("out", "resume", "dry_run", "hardware", "token_store")
 """Where and whether, not what: not part of config.yaml, so that a run can be repeated elsewhere from it."""
 
 MAY_CHANGE = (
@@ -172,6 +172,7 @@ class TrainConfig:
     sizes: dict[str, Any] | None = option(None, 'other than the preset: {"n_layer": 2}')  # noqa: RUF009
     data: str = option("stdlib", "stdlib, a file, a folder, wikitext-103, fineweb-edu, or owner/name of the hub")
     held_out: str | None = option(None, "other data for the held-out loss; all of --data is then trained on")
+    token_store: str | None = option(None, "where prepared token files are read from, by fsspec: s3://bucket/tokens")
     tokenizer: str | None = option(None, "bytes, bpe:SIZE, gpt2, or a folder")
     tuning: bool = option(
         False, "train without a twentieth of the training text, and measure the loss on that: to choose options"
@@ -298,7 +299,7 @@ class ResolvedTrainConfig(Recipe, TrainConfig):
                 "--context-parallel exchanges keys between processes, which no graph holds; leave out --compile"
             )
         for length in self.evaluate_lengths or ():
-            check_int("evaluate_lengths", length, least=2)
+            check_int("evaluate_lengths", length, least=2 * self.context_parallel)
         if self.batch_tokens % self.length:
             raise ValueError(
                 f"batch_tokens must be whole sequences of {self.length}, got {self.batch_tokens}; use "

@@ -6,13 +6,13 @@ additions. Where processes share sequences (`--context-parallel`), those with co
 gradients are averaged, or shards made, over all processes alike.
 """
 
-import gc
 import os
-import re
-import traceback
+import secrets
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -24,13 +24,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lengthwise.distributed import joined
 from lengthwise.encodings import Encoding
+from lengthwise.files import appears
 from lengthwise.loading import local_device
 from lengthwise.train.config import ResolvedTrainConfig
 
 T = TypeVar("T")
-CONNECTION_LOST = re.compile("connection|closed by peer|broken pipe|timed out|NCCL|gloo", re.IGNORECASE)
-"""In torch's errors when another process is gone."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,21 @@ class World:
     def from_first(self, function: Callable[[], T]) -> T:
         """Call a function in the first process only: its result, or its error, in all of them."""
         return cast(T, self._broadcast([self.on_first(function)])[0])
+
+    def check_shared(self, folder: Path) -> None:
+        """An error in all processes unless all of them read what the first one writes into a folder."""
+        if self.size == 1:
+            return
+        question = folder / self.from_first(lambda: f".shared-{secrets.token_hex(8)}")
+        self.on_first(lambda: question.write_text(question.name))
+        every: list[Any] = [None] * self.size
+        dist.all_gather_object(every, "" if appears(question) else f"{self.rank} on {socket.gethostname()}")
+        self.on_first(lambda: question.unlink())
+        if others := [name for name in every if name]:
+            raise OSError(
+                f"--out must be on a disk that all machines share, got {folder}, where processes {', '.join(others)} "
+                "do not read what process 0 writes; give another --out"
+            )
 
     def _broadcast(self, message: list[Any]) -> list[Any]:
         if self.size > 1:
@@ -213,23 +228,8 @@ def join_processes(config: ResolvedTrainConfig) -> Iterator[World]:
             f"with --sharded the processes must divide the sequences of a batch, got {config.sequences} sequences and "
             f"{readers} {name}; change --batch-tokens, or start another number"
         )
-    # Hosts talk to each other without their devices: see World.any.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    try:
+    with joined(device, again="start all of them again with --resume"):
         yield World(rank, size, device, sharded=config.sharded, ring=_ring(device, size, together))
-    except BaseException as error:
-        traceback.clear_frames(error.__traceback__)
-        if isinstance(error, RuntimeError) and size > 1 and CONNECTION_LOST.search(str(error)):
-            raise ConnectionError(
-                f"process {rank} lost the connection to another process of the run; see the error of that one, then "
-                "start all of them again with --resume"
-            ) from error
-        raise
-    finally:
-        # The wrapped model must go before the group: else the group's last reference is dropped inside DDP, which then
-        # waits, with Python's lock in hand, for a thread that waits for that lock.
-        gc.collect()
-        dist.destroy_process_group()
 
 
 def _ring(device: torch.device, size: int, together: int) -> ProcessGroup | None:

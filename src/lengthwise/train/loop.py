@@ -78,6 +78,7 @@ def run(config: ResolvedTrainConfig, world: World) -> None:
     validation = objective.held_out(model)
     with ExitStack() as stack:
         writer = world.on_first(lambda: stack.enter_context(RunWriter(config.out)))
+        world.check_shared(Path(config.out))
         checkpoint = world.from_first(lambda: open_run(config, writer, objective.data_hash))
         if world.from_first(lambda: Run(config.out).is_finished):
             return

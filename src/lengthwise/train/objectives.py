@@ -23,7 +23,8 @@ from transformers import PreTrainedTokenizerFast
 
 from lengthwise.data import Batches
 from lengthwise.data.tokens import document_positions
-from lengthwise.distributed import check_spreadable, ring_loss
+from lengthwise.distributed import ring_loss
+from lengthwise.distributed.model import check_spreadable
 from lengthwise.model.losses import IGNORED
 from lengthwise.model.modeling import LengthwisePreTrainedModel
 from lengthwise.train.config import ResolvedTrainConfig

@@ -3,6 +3,7 @@
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -10,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from lengthwise.data import Split, Tokens, load_tokenizer, prepare
 from lengthwise.data.sources import resolve
 from lengthwise.data.tokenizers import tokenizer_hash, with_mask_token
-from lengthwise.distributed import check_spreadable
+from lengthwise.distributed.model import check_spreadable
 from lengthwise.encodings import Encoding
 from lengthwise.loading import load_model, resolve_checkpoint
 from lengthwise.model import LengthwiseConfig, LengthwiseEncoderConfig, LengthwiseForCausalLM, LengthwiseForMaskedLM
@@ -27,16 +28,16 @@ MODELS: dict[str, type[LengthwisePreTrainedModel]] = {"causal": LengthwiseForCau
 
 def read_data(config: ResolvedTrainConfig) -> tuple[PreTrainedTokenizerFast, Tokens, Tokens]:
     """The tokenizer, the tokens to train on and the held-out ones; processes of one machine wait for the first."""
-    verify = os.environ.get("LOCAL_RANK", "0") == "0"
+    files: dict[str, Any] = {"verify": os.environ.get("LOCAL_RANK", "0") == "0", "store": config.token_store}
     tokenizer = load_tokenizer(config.tokenizer, source=config.data)
     if config.objective == "mlm":
         tokenizer = with_mask_token(tokenizer, config.tokenizer)
     splits: tuple[Split, Split] = ("fitting", "validation") if config.tuning else ("train", "held-out")
     if config.held_out is None:
-        train, held_out = (prepare(config.data, tokenizer, split=split, verify=verify) for split in splits)
+        train, held_out = (prepare(config.data, tokenizer, split=split, **files) for split in splits)
     else:
         sources = (config.data, config.held_out)
-        train, held_out = (prepare(source, tokenizer, split="all", verify=verify) for source in sources)
+        train, held_out = (prepare(source, tokenizer, split="all", **files) for source in sources)
     return tokenizer, train, held_out
 
 

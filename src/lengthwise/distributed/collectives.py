@@ -1,0 +1,85 @@
+"""What processes exchange: the same tensor of each gathered in all, and tensors sent from one to another.
+
+All processes of a group call these in the same order. Sums are in the order of the processes, so that the same
+processes give the same bits.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Shaped
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+
+class _Gather(torch.autograd.Function):
+    """The same tensor of every process; its gradient is the sum of those of all, in the order of the processes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        return gather_all(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_every: Tensor) -> tuple[Tensor, None]:
+        d_every = d_every.contiguous()
+        of_own = torch.empty_like(d_every)
+        dist.all_to_all_single(of_own, d_every, group=ctx.group)
+        total = of_own[0].clone()
+        for gradient in of_own[1:]:
+            total += gradient
+        return total, None
+
+
+def gathered(x: Shaped[Tensor, "*shape"], group: ProcessGroup | None) -> Shaped[Tensor, "process *shape"]:
+    """A tensor of every process, by the process; with gradients."""
+    every: Tensor = _Gather.apply(x, group)
+    return every
+
+
+def gather_all(x: Shaped[Tensor, "*shape"], group: ProcessGroup | None) -> Shaped[Tensor, "process *shape"]:
+    """A tensor of every process, by the process; without gradients."""
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.stack(parts)
+
+
+@dataclass(frozen=True, eq=False)
+class Transfer:
+    """Tensors on their way."""
+
+    works: list[Any]
+    sent: list[Tensor]
+    """Held until they are away."""
+    received: dict[int, dict[str, Tensor]]
+    """By the number of a chunk and by name."""
+
+    def wait(self) -> dict[int, dict[str, Tensor]]:
+        """What was received, once it is there."""
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+def transfer(
+    sent: Sequence[Tensor],
+    to: int,
+    received: Mapping[int, Mapping[str, Tensor]],
+    source: int,
+    *,
+    group: ProcessGroup | None,
+    tag: int = 0,
+) -> Transfer:
+    """Begin to send to one process of a group, and to receive from another into tensors of the right shapes."""
+    arriving = [x for own in received.values() for x in own.values()]
+    operations = [
+        *(dist.P2POp(dist.isend, x, group=group, group_peer=to, tag=tag + i) for i, x in enumerate(sent)),
+        *(dist.P2POp(dist.irecv, x, group=group, group_peer=source, tag=tag + i) for i, x in enumerate(arriving)),
+    ]
+    works = dist.batch_isend_irecv(operations) if operations else []
+    return Transfer(works, list(sent), {number: dict(own) for number, own in received.items()})

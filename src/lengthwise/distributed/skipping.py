@@ -1,0 +1,111 @@
+"""Which blocks of keys have no weight: they are neither sent nor computed.
+
+A chunk is cut into tiles of keys. A tile is left out for a head where, of every row,
+
+    m (|q| max|k| scale + largest bias in the tile) - lse of the own chunk < log(half of the smallest float32)
+
+m is the row's logit scale. Then every weight in it is 0 in float32, forward and backward: nothing changes. What bounds
+the scores of a tile is gathered before any key is sent.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from lengthwise.bias import at_least_float32, block_peaks
+from lengthwise.distributed.call import Block, RingCall
+from lengthwise.distributed.collectives import gather_all
+
+TILES = 64
+"""Into how many tiles a chunk is cut at most."""
+TILE_KEYS = 64
+"""How many keys a tile has at least."""
+
+Peaks = dict[str, list[Tensor]]
+"""What bounds the scores of the tiles of each chunk, by name and by the number of the chunk."""
+
+
+def gather_peaks(call: RingCall, named: Mapping[str, Tensor]) -> Peaks | None:
+    """Of all chunks; None where nothing bounds the bias, which depends on its kind and on what all processes have."""
+    if call.bias is None:
+        return None
+    sequence, (width, count) = call.sequence, tiles(call)
+    by_chunk = []
+    for own, first in sequence.pieces:
+        picked = {name: x[call.index(name, x, key=own)] for name, x in named.items()}
+        positions = sequence.whole.key[:, first : first + own.stop - own.start]
+        bias = call.described(picked, positions, positions)
+        peaks = None if bias is None else bias.key_peaks(width, count)
+        if peaks is None:
+            return None
+        lengths = at_least_float32(picked["k"]).norm(dim=-1)
+        by_chunk.append({"k": block_peaks(lengths, width, count).clamp(min=0), **peaks})
+    return {
+        name: sequence.in_order(gather_all(torch.stack([peaks[name] for peaks in by_chunk]), sequence.group))
+        for name in by_chunk[0]
+    }
+
+
+def tiles(call: RingCall) -> tuple[int, int]:
+    """How many keys a tile has, and how many tiles a chunk."""
+    longest = max(chunk.count for chunk in call.sequence.chunks)
+    width = max(TILE_KEYS, -(-longest // TILES))
+    return width, -(-longest // width)
+
+
+def with_weight(call: RingCall, block: Block, named: Mapping[str, Tensor], lse: Tensor, peaks: Peaks) -> list[Block]:
+    """The parts of a block that may have weight: heads that need about as many keys of the chunk together."""
+    width, _ = tiles(call)
+    chunk, key = call.sequence.chunks[block.query], call.sequence.chunks[block.key]
+    needed = tiles_with_weight(call, block.query, named, lse, {name: x[block.key] for name, x in peaks.items()})
+    last = -(-(block.keys.stop - key.first) // width)
+    needed[..., last:] = False
+    needed[..., : (block.keys.start - key.first) // width] = False
+    firsts = needed.any(1).int().argmax(-1).tolist()
+    used = needed.flatten(1).any(1).tolist()
+    # Twice as many keys at most as a head needs, so that there are few calls.
+    tails = {head: 1 << (last - firsts[head] - 1).bit_length() for head, is_used in enumerate(used) if is_used}
+    parts = []
+    for tail in sorted(set(tails.values())):
+        heads = tuple(head for head, own in tails.items() if own == tail)
+        rows = needed[list(heads)].any(0).any(-1).nonzero()
+        parts.append(
+            Block(
+                block.query,
+                slice(chunk.first + int(rows[0]), chunk.first + int(rows[-1]) + 1),
+                block.key,
+                slice(max(block.keys.start, key.first + (last - tail) * width), block.keys.stop),
+                heads if len(heads) < len(used) else None,
+            )
+        )
+    return parts
+
+
+def tiles_with_weight(
+    call: RingCall, query: int, named: Mapping[str, Tensor], lse: Tensor, peaks: Mapping[str, Tensor]
+) -> Bool[Tensor, "kv_head row tile"]:
+    """Where a row of a chunk of queries may have weight in a tile with these peaks; NaN and infinity mean that it may.
+
+    `lse` is that of each row with its own chunk, and so at most that of all keys.
+    """
+    chunk = call.sequence.chunks[query]
+    picked = {name: x[call.index(name, x, query=chunk.own)] for name, x in named.items()}
+    positions = call.sequence.whole.query[:, chunk.slots]
+    bias = call.described(picked, positions, positions)
+    assert bias is not None
+    lengths = at_least_float32(picked["q"]).norm(dim=-1) * abs(call.scale)
+    content = lengths[..., None] * peaks["k"].repeat_interleave(call.heads_per_key, 1)[:, :, None]
+    ceiling = bias.ceiling(peaks)
+    lse = lse[:, :, chunk.own, None]
+    # What the bound itself may be rounded down by: a few units in the last place of each of its numbers.
+    unit = 8 * torch.finfo(lse.dtype).eps
+    upper = content + ceiling + unit * (content + ceiling.abs())
+    if "logit_scale" in picked:
+        factor = at_least_float32(picked["logit_scale"])[..., None]
+        upper = upper * factor.where(factor > 0, torch.nan)
+    smallest = math.log(torch.finfo(lse.dtype).smallest_normal * torch.finfo(lse.dtype).eps / 2)
+    needed = ~(upper - lse < smallest - 1 - unit * (upper.abs() + lse.abs()))
+    return needed.any(0).unflatten(0, (-1, call.heads_per_key)).any(1)
