@@ -40,7 +40,7 @@ from lengthwise.evaluate.tasks import TaskScore
 from lengthwise.files import file_hash, write_atomic
 from lengthwise.inspect import position_maps
 from lengthwise.loading import LoadedModel, load_tokenizer_of, resolve_device
-from lengthwise.model.stretch import parse_stretch
+from lengthwise.model.stretch.spec import parse_stretch
 from lengthwise.study.config import StudyConfig
 from lengthwise.study.engine import TRAINED_ELSEWHERE, StudyProgress, train_runs
 from lengthwise.study.engines import check_engine, make_engine
