@@ -22,7 +22,8 @@ import lengthwise as lw
 from lengthwise.encodings import AttentionShape
 from lengthwise.encodings.rope import Rope
 from lengthwise.model.attention import attend_zones
-from lengthwise.model.stretch import StretchedRope, parse_stretch
+from lengthwise.model.stretch.rope import StretchedRope
+from lengthwise.model.stretch.spec import parse_stretch
 
 SPECS = ("rerope:1024", "leaky-rerope:1024:16", "self-extend:8:1024", "dca", "lm-infinite:1024", "streaming:1024")
 LIMIT = 1.25

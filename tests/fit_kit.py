@@ -13,6 +13,7 @@ DECODERS = {
     name: MODELS[name] for name in ("llama", "qwen3", "mistral", "gemma2", "gpt_neox", "phi3", "gpt_oss", "gpt2", "opt")
 }
 DECODERS |= {
+    "falcon-rope": MODELS["falcon-rope"],
     "gemma3": lambda: hf.Gemma3ForCausalLM(
         hf.Gemma3TextConfig(
             **LLAMA | {"num_hidden_layers": 2},
@@ -56,6 +57,15 @@ ENCODERS = {
 }
 
 
+OWN_CODE = {name: MODELS[name] for name in ("bloom", "mpt", "falcon-alibi", "falcon-new")}
+OWN_CODE |= {
+    "mpnet": lambda: hf.MPNetForMaskedLM(
+        hf.MPNetConfig(**SMALL, **QUIET, intermediate_size=64, max_position_embeddings=66)
+    )
+}
+"""Families that do not follow transformers' attention interface."""
+
+
 def make_loud(model: nn.Module, by: float = 0.2) -> None:
     """Weights large enough that a wrong position shows."""
     generator = torch.Generator().manual_seed(2)
@@ -68,7 +78,7 @@ def make_loud(model: nn.Module, by: float = 0.2) -> None:
 def make_model(name: str, dtype: torch.dtype = torch.float64) -> hf.PreTrainedModel:
     """A loud model, in float64 unless said otherwise, so that no law needs room for rounding."""
     torch.manual_seed(0)
-    model = (DECODERS | ENCODERS)[name]().eval()
+    model = (DECODERS | ENCODERS | OWN_CODE)[name]().eval()
     make_loud(model)
     if name == "gpt_oss":
         # Its fast experts have no float64.

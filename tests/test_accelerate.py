@@ -149,10 +149,19 @@ def test_what_has_no_bias_to_describe_is_refused_by_name():
     model = lw.accelerate(make("bloom"))
     with pytest.raises(ValueError, match="accelerated already"):
         lw.accelerate(model)
-    with pytest.raises(NotImplementedError, match=r"lw\.unfit\(model\) first"):
-        position_maps(model, tokens(1))
     with pytest.raises(TypeError, match="expected a model of transformers"):
         lw.accelerate(torch.nn.Linear(2, 2))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["bloom", "mpt", "falcon-alibi", "mpnet", "deberta-v2", "t5", "umt5"])
+def test_an_accelerated_model_is_looked_into_as_it_was(name):
+    model, given = make(name), {"input_ids": tokens(1)}
+    if name in SEQUENCE_TO_SEQUENCE:
+        given["decoder_input_ids"] = tokens(1)
+    own = position_maps(model, **given, layer="all")
+    accelerated = position_maps(lw.accelerate(model), **given, layer="all")
+    torch.testing.assert_close(accelerated.values, own.values, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 def test_attention_dropout_is_refused_by_name_unless_it_is_left_out():

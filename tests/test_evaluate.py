@@ -24,7 +24,8 @@ from lengthwise.evaluate.corpus import PROTOCOLS, plan_text_windows
 from lengthwise.evaluate.losses import bytes_needed, fitting_chunk, token_losses
 from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.model.families import max_length
-from lengthwise.model.stretch import parse_stretch, stretching
+from lengthwise.model.stretch import stretching
+from lengthwise.model.stretch.spec import parse_stretch
 
 STORY = ["Zoë saw 3 ships — and a crow.\n" * 5, "", "the second text is longer: " * 21, "日本語 ends it\n" * 7]
 DYNAMIC = [case for case in CASES if case == "rope-dynamic"]

@@ -6,10 +6,12 @@ import pickle
 import pytest
 import torch
 import transformers as hf
-from fit_kit import DECODERS, ENCODERS, LENGTH, assert_close, make_loud, make_model, padded, tokens
+from fit_kit import DECODERS, ENCODERS, LENGTH, OWN_CODE, assert_close, make_loud, make_model, padded, tokens
+from inspect_kit import LLAMA
 from torch import Tensor
 
 import lengthwise as lw
+from lengthwise.evaluate.losses import length_dependent
 from lengthwise.inspect import position_maps
 from lengthwise.model.families.layers import attention_layers
 
@@ -330,3 +332,92 @@ def test_a_second_fit_another_implementation_and_a_quantised_cache_are_refused_b
         lw.fit(model, "cable")
     with pytest.raises(ValueError, match="without a fit"):
         lw.unfit(model)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", OWN_CODE)
+def test_families_with_attention_code_of_their_own_decode_as_they_read_and_come_back(family):
+    model, ids = make_model(family), tokens()
+    sides = {"mpnet": "right"}
+    mask, own, before = padded(sides.get(family, "left")), model(ids).logits, facts_of(model)
+    lw.fit(model, "kerple" if family == "mpnet" else "cable")
+    held = {name: p.clone() for name, p in model.named_parameters() if ".lengthwise." not in name}
+    make_loud(model)
+    whole = model(ids).logits
+    assert (whole - own).abs().max() > 1e-3
+    if family == "mpnet":
+        assert_close(model(ids, attention_mask=mask).logits[1, :-6], model(ids[1:, :-6]).logits[0], EXACT)
+    else:
+        assert_close(by_steps(model, ids, [11, 1, 1, 16], hf.DynamicCache(config=model.config)), whole, EXACT)
+        whole = model(ids, attention_mask=mask).logits[mask.bool()]
+        steps = by_steps(model, ids, [20, 9], hf.DynamicCache(config=model.config), attention_mask=mask)
+        assert_close(steps[mask.bool()], whole, EXACT)
+        assert_close(model(ids[1:, 6:]).logits[0], model(ids, attention_mask=mask).logits[1, 6:], EXACT)
+    lw.unfit(model)
+    for name, parameter in model.named_parameters():
+        parameter.copy_(held[name])
+    assert facts_of(model) == before
+    assert torch.equal(model(ids).logits, own)
+
+
+def test_a_bias_of_a_models_own_is_replaced_as_a_whole_or_not_at_all():
+    model = make_model("bloom")
+    before = facts_of(model)
+    for encoding, options in (("own", {}), ("kerple", {"keep": True})):
+        with pytest.raises(NotImplementedError, match="BloomAttention adds a bias of its own"):
+            lw.fit(model, encoding, **options)
+    with pytest.raises(ValueError, match="fit all layers, got 1 of 2"):
+        lw.fit(model, "kerple", layers=[0])
+    assert facts_of(model) == before
+    with torch.no_grad():
+        values = position_maps(lw.fit(make_model("bloom", torch.float32), "alibi"), tokens(1)).values
+    alibi = lw.make("alibi", heads=6, width=48, train_length=64).bias(torch.zeros(1, LENGTH, 48), lw.layout(LENGTH))
+    seen = torch.ones(LENGTH, LENGTH).tril().bool()
+    torch.testing.assert_close(values[:, seen], alibi.dense()[0][:, seen])
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("encoding", ["own", "cable", "kerple"])
+def test_a_fitted_model_compiles_to_one_graph_by_inductor(encoding):
+    model, ids = lw.fit(make_model("llama", torch.float32), encoding), tokens()
+    if encoding != "own":
+        make_loud(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True)
+    gradients = []
+    for run in (model, compiled):
+        model.zero_grad()
+        logits = run(ids, use_cache=False).logits
+        logits.square().mean().backward()
+        gradients.append((logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}))
+    assert_close(gradients[1][0], gradients[0][0], 1e-5)
+    largest = max(g.abs().max() for g in gradients[0][1].values())
+    off = max((gradients[1][1][name] - g).abs().max() for name, g in gradients[0][1].items())
+    assert off <= 1e-5 * largest
+
+
+@torch.no_grad()
+@pytest.mark.prove
+@pytest.mark.parametrize("encoding", ["own", "cable", "kerple"])
+def test_compiled_decoding_with_a_static_cache_is_one_graph_and_reads_as_it_does_without(encoding):
+    model, ids = lw.fit(make_model("llama", torch.float32), encoding), tokens(1)
+    if encoding != "own":
+        make_loud(model)
+    whole = model(ids, use_cache=False).logits
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    cache = hf.StaticCache(config=model.config, max_cache_len=LENGTH + 3)
+    parts = [model(ids[:, :11], past_key_values=cache).logits]
+    for place in range(11, LENGTH):
+        position = torch.tensor([[place]])
+        parts.append(compiled(ids[:, place : place + 1], past_key_values=cache, position_ids=position).logits)
+    assert_close(torch.cat(parts, 1), whole, 1e-5)
+
+
+def test_whether_angles_follow_the_length_is_what_was_fitted_says():
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA, rope_parameters=dynamic))
+    assert length_dependent(model)
+    assert not length_dependent(lw.fit(model, "none"))
+    assert length_dependent(lw.fit(lw.unfit(model), "none", layers=[0]))
+    assert length_dependent(lw.fit(make_model("gpt2"), "rope", scaling={"type": "dynamic", "factor": 2.0}))

@@ -4,6 +4,7 @@ import functools
 import inspect
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -154,6 +155,12 @@ def test_new_tokens_alone_are_queries_and_keys_at_once():
     assert (alone.start, alone.key_count) == (0, 2)
     assert torch.equal(alone.key_mask, PADDED[:, 4:])
     assert torch.equal(alone.key_documents, PACKED[:, 4:])
+
+
+def test_the_facts_of_one_new_token_are_those_that_would_be_read():
+    for own in (lw.layout(1, past=5), lw.layout(1, past=5, key_mask=PADDED, documents=PACKED)):
+        alone = own.new_tokens()
+        assert alone.facts == replace(alone, facts=None).with_facts().facts
 
 
 def test_without_a_past_new_tokens_are_all_tokens():

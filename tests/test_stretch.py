@@ -15,7 +15,10 @@ from lengthwise.encodings import AttentionShape
 from lengthwise.encodings.rope import Rope
 from lengthwise.errors import OptionError
 from lengthwise.model.attention import attend_zones
-from lengthwise.model.stretch import METHODS, StretchedRope, parse_stretch, stretched
+from lengthwise.model.stretch import stretched
+from lengthwise.model.stretch.bands import METHODS
+from lengthwise.model.stretch.rope import StretchedRope
+from lengthwise.model.stretch.spec import parse_stretch
 
 TRAINED = 24
 SPECS = [

@@ -40,6 +40,7 @@ from lengthwise.encodings import ENCODINGS
 from lengthwise.encodings.registry import is_encoding
 from lengthwise.errors import OptionError, UserError, check_int
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
+from lengthwise.model.adapters import fitted_config
 from lengthwise.model.adapters import load as load_fitted
 from lengthwise.model.checkpoint_checks import refuse_pickles
 from lengthwise.model.fit_files import marked_config
@@ -264,7 +265,9 @@ def _tokenizer(checkpoint: str, *, trust_remote_code: bool) -> PreTrainedTokeniz
     folder = Path(checkpoint)
     if folder.is_dir() and not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
         return None
-    return saved_tokenizer(checkpoint, trust_remote_code=trust_remote_code)
+    # The config of a fitted model has a mark, by which others fail to read it.
+    own = fitted_config(checkpoint)
+    return saved_tokenizer(checkpoint, trust_remote_code=trust_remote_code, **({} if own is None else {"config": own}))
 
 
 @contextmanager

@@ -18,11 +18,15 @@ from jsonargparse import ActionYesNo, ArgumentParser, Namespace
 TYPE_NAMES = {int: "an int", float: "a number", str: "a string", type(None): "null"}
 
 
-def option(default: Any, text: str) -> Any:
-    """A field of a config with its line for --help; a list or dictionary is made anew for every config."""
+def option(default: Any, text: str, *, alias: str | None = None) -> Any:
+    """A field of a config with its line for --help; a list or dictionary is made anew for every config.
+
+    `alias` is another name of it on the command line, for one that Python cannot have.
+    """
+    metadata = {"help": text, "alias": alias}
     if isinstance(default, list | dict):
-        return field(default_factory=default.copy, metadata={"help": text})
-    return field(default=default, metadata={"help": text})
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 class CommandFailed(SystemExit):
@@ -48,17 +52,22 @@ class OptionParser(ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         self.option_types: dict[str, Any] = {}
+        self.aliases: dict[str, str] = {}
         super().__init__(print_config="--print-config", **options)
 
     def add_config(self, config: type, *, skip: Collection[str] = ()) -> None:
         """An option for each field of a config except those to skip, flat."""
         self.add_class_arguments(config, as_group=False, skip=set(skip))
         types = get_type_hints(config)
-        added = {field.name: field.metadata.get("help") for field in fields(config) if field.name not in skip}
+        own = [field for field in fields(config) if field.name not in skip]
+        added = {field.name: field.metadata.get("help") for field in own}
+        aliases = {field.name: field.metadata["alias"] for field in own if field.metadata.get("alias")}
         for action in self._actions:
             if action.dest in added:
                 action.help = added[action.dest]
                 self.option_types[action.option_strings[0]] = types[action.dest]
+                if action.dest in aliases:
+                    self.aliases[f"--{aliases[action.dest]}"] = action.option_strings[0]
 
     def add_argument(self, *names: str, **options: Any) -> Any:
         """As argparse's: with dashes, and --name / --no-name for a bool."""
@@ -85,7 +94,7 @@ class OptionParser(ArgumentParser):
         return parsed
 
     def _with_lists(self, words: Sequence[str]) -> list[str]:
-        """The words with dashes in the names of options, and those of a list as one word of JSON."""
+        """The words with the full names of options, with dashes, and those of a list as one word of JSON."""
         rewritten: list[str] = []
         elements: list[str] | None = None
         for word in [*words, "--"]:
@@ -99,6 +108,8 @@ class OptionParser(ArgumentParser):
             # Only the option's own name: keys of dictionaries, as in --sizes.n_layer, have underscores.
             word = re.sub(r"^--[^.=]+", lambda name: name[0].replace("_", "-"), word)
             name, sign, value = word.partition("=")
+            name = self.aliases.get(name, name)
+            word = name + sign + value
             if _element_type(self.option_types.get(name)) is not None:
                 word, elements = name, [value] if sign else []
             rewritten.append(word)

@@ -266,6 +266,11 @@ class TokenLayout:
         """The queries alone, as queries and as keys: what turns keys before they are cached."""
         if self.key is self.query:
             return self
+        facts = self.facts
+        if facts is not None:
+            # Of one token nothing need be read: each layer asks for it at every token that is decoded.
+            known = Facts(facts.lowest, facts.highest, facts.highest - facts.lowest, offsets=(0,))
+            facts = known if self.query_count == 1 else None
         alone = replace(
             self,
             key=self.query,
@@ -276,7 +281,7 @@ class TokenLayout:
             mask=None,
             query_index=None,
             key_index=None,
-            facts=None,
+            facts=facts,
         )
         return alone.with_facts()
 

@@ -44,7 +44,7 @@ def load_tokenizer(name: str, *, source: str | Path = "stdlib", cache: Path | No
     if name == "gpt2":
         return _gpt2()
     if (Path(name) / "tokenizer_config.json").is_file() or (Path(name) / "tokenizer.json").is_file():
-        return _with_end(saved_tokenizer(name, local_files_only=True), name)
+        return with_end(saved_tokenizer(name, local_files_only=True), name)
     if files := _gpt2_files(Path(name)):
         return _from_gpt2_files(*files)
     raise ValueError(
@@ -53,7 +53,7 @@ def load_tokenizer(name: str, *, source: str | Path = "stdlib", cache: Path | No
     )
 
 
-def saved_tokenizer(name: str, **options: bool) -> Any:
+def saved_tokenizer(name: str, **options: Any) -> Any:
     """A tokenizer as transformers saved it."""
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(name, **options)
@@ -206,7 +206,8 @@ def _wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     )
 
 
-def _with_end(tokenizer: object, name: str) -> PreTrainedTokenizerFast:
+def with_end(tokenizer: object, name: str) -> PreTrainedTokenizerFast:
+    """A fast tokenizer with an end-of-text token; an error for others."""
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(f"a tokenizer must be a fast one, with a tokenizer.json, got that of {name} without")
     if tokenizer.eos_token_id is None:

@@ -41,6 +41,7 @@ from lengthwise.evaluate.progress import Progress, work
 from lengthwise.evaluate.statistics import Interval, bootstrap
 from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.model.families import check_length
+from lengthwise.model.fit import Fit, fit_of
 from lengthwise.model.losses import head_loss
 from lengthwise.model.stretch import stretched
 
@@ -435,7 +436,11 @@ def length_dependent(model: PreTrainedModel) -> bool:
     """Whether the angles change as the sequence grows."""
     if (change := stretched(model)) is not None:
         return change.length_dependent
-    if isinstance(model, LengthwiseForCausalLM):
-        return any(part.length_dependent for part in model.modules() if isinstance(part, Encoding))
+    current = fit_of(model)
+    replaced = isinstance(current, Fit) and len(current.encodings) == len(current.layers)
+    if any(part.length_dependent for part in model.modules() if isinstance(part, Encoding)):
+        return True
+    if replaced or isinstance(model, LengthwiseForCausalLM):
+        return False
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     return rope.get("rope_type") in ("dynamic", "longrope")

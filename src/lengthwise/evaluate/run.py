@@ -26,7 +26,9 @@ from lengthwise.evaluate.tasks import TaskScore, depth_figure, score_task, task_
 from lengthwise.files import write_atomic
 from lengthwise.loading import LoadedModel, LoadError, load_model, tokenizer_id
 from lengthwise.model import LengthwiseForCausalLM
-from lengthwise.model.stretch import CONTROL, StretchSpec, has_rope, parse_stretch, stretching, trained_length
+from lengthwise.model.stretch import has_rope, stretching, trained_length
+from lengthwise.model.stretch.bands import CONTROL
+from lengthwise.model.stretch.spec import StretchSpec, parse_stretch
 from lengthwise.runs import Run
 from lengthwise.tasks import find_task
 

@@ -18,6 +18,7 @@ from lengthwise.errors import check_choice, describe
 from lengthwise.model.families import family_of
 from lengthwise.model.families.base import Implementations, restore_implementations, set_implementation
 from lengthwise.model.families.described import ACCELERATED
+from lengthwise.model.families.swap import restore_classes, swap_classes, swap_of
 from lengthwise.model.fit import Dropout, fit_of
 
 
@@ -32,10 +33,10 @@ class Acceleration:
 
     def undo(self) -> None:
         """Leave the model as it was."""
-        for module, own in self.modules:
+        for module, _ in self.modules:
             for name in ("table", "leaves_out_dropout"):
                 module.__dict__.pop(name, None)
-            module.__class__ = own
+        restore_classes(self.modules)
         restore_implementations(self.implementations)
         del self.model._lengthwise_fit
 
@@ -51,14 +52,15 @@ def accelerate(model: PreTrainedModel, *, attention_dropout: Dropout = "refuse")
         raise TypeError(f"expected a model of transformers, got {describe(model)}")
     if fit_of(model) is not None:
         raise ValueError(f"{name} is fitted or accelerated already; take that out first: lw.unfit(model)")
+    if swap_of(model) is not None:
+        raise ValueError(f"{name} is stretched; take that out first: lw.unstretch(model)")
     family = family_of(model)
-    swapped = [(module, type(module)) for module in model.modules() if type(module) in family.described]
     reason = family.undescribed
-    if not swapped or reason is not None:
+    if reason is not None or not any(type(module) in family.described for module in model.modules()):
         raise NotImplementedError(f"{name} has no bias that could be described: {reason or 'none is filled in'}")
-    for module, own in swapped:
-        module.__class__ = family.described[own]
+    swapped = swap_classes(model, family.described)
+    model._lengthwise_fit = Acceleration(model, swapped, set_implementation(model, ACCELERATED))  # type: ignore[assignment]
+    for module, _ in swapped:
         module.__dict__["leaves_out_dropout"] = attention_dropout == "leave out"
     family.prepare([module for module, _ in swapped])
-    model._lengthwise_fit = Acceleration(model, swapped, set_implementation(model, ACCELERATED))  # type: ignore[assignment]
     return model

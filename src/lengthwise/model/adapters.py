@@ -14,7 +14,7 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
@@ -62,11 +62,11 @@ def load(folder: str | Path, model: PreTrainedModel | None = None, **options: An
         hint = "; an adapter needs its model: lw.load(folder, model)" if (folder / ADAPTER).is_file() else ""
         raise AdapterError(f"expected the folder of a fitted model, got {str(folder)!r}{hint}")
     config, entry = marked
-    kind = getattr(transformers, (config.get("architectures") or [""])[0], None)
-    if kind is None or config.get("model_type") not in CONFIG_MAPPING:
+    own = fitted_config(folder)
+    kind = getattr(transformers, (getattr(own, "architectures", None) or [""])[0], None)
+    if kind is None:
         raise AdapterError(f"{folder} has a model that this transformers does not know: {config.get('architectures')}")
     with _quiet():
-        own = CONFIG_MAPPING[config["model_type"]].from_dict(config)
         loaded, info = kind.from_pretrained(
             folder, config=own, use_safetensors=True, output_loading_info=True, **options
         )
@@ -79,6 +79,18 @@ def load(folder: str | Path, model: PreTrainedModel | None = None, **options: An
     own_weights = {name: x for name, x in loaded.state_dict(keep_vars=True).items() if CHILD in name.split(".")}
     _fill(loaded, own_weights, weights, folder)
     return loaded
+
+
+def fitted_config(folder: str | Path) -> PreTrainedConfig | None:
+    """The config of a fitted model's folder, as it was before the mark; None for any other folder."""
+    marked = marked_config(folder)
+    if marked is None:
+        return None
+    config, _ = marked
+    if config.get("model_type") not in CONFIG_MAPPING:
+        raise AdapterError(f"{folder} has a model that this transformers does not know: {config.get('model_type')}")
+    own: PreTrainedConfig = CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    return own
 
 
 def _load_adapter(folder: Path, model: PreTrainedModel) -> PreTrainedModel:

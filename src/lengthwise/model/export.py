@@ -31,8 +31,8 @@ PACKAGE = Path(__file__).parents[1]
 FILES = (
     *("errors.py", "files.py", "token_layout.py", "bias.py", "rescore.py"),
     *("encodings/**/*.py", "attention/**/*.py"),
-    *(f"model/{name}.py" for name in ("attention", "cache", "checkpoint_checks", "configuration", "layout", "losses")),
-    *("model/encoder.py", "model/modeling.py", "model/schedule.py"),
+    *(f"model/{name}.py" for name in ("attention", "cache", "checkpoint_checks", "configuration", "encoded")),
+    *(f"model/{name}.py" for name in ("encoder", "layout", "losses", "modeling", "schedule")),
 )
 """What is copied, as patterns; a test holds them to what the model really imports."""
 

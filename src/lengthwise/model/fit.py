@@ -25,6 +25,7 @@ from lengthwise.encodings.registry import build, find
 from lengthwise.encodings.rope import Rope
 from lengthwise.errors import OptionError, check_choice, check_flag, describe
 from lengthwise.model.attention import Output
+from lengthwise.model.families import classes_that_take_runs
 from lengthwise.model.families.base import position_table
 from lengthwise.model.families.layers import AttentionLayer, attention_layers
 from lengthwise.model.families.swap import LayerCall, Placed, Swap, Waves, current_layout, swap_attention
@@ -82,7 +83,8 @@ class Fit:
         model, table = self.model, position_table(self.model)
         self.learning = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         run = RUNS[self.entry["attention_dropout"]]
-        self.swap = swap_attention(model, dict.fromkeys(self.encodings, run), angles=rope_angles)
+        runs, described = dict.fromkeys(self.encodings, run), classes_that_take_runs(model)
+        self.swap = swap_attention(model, runs, angles=rope_angles, described=described)
         owner: Any = self.swap.owner
         owner._lengthwise_fit = self
         model.__dict__["save_pretrained"] = self.save_pretrained
@@ -191,33 +193,10 @@ def fit_of(model: nn.Module) -> Fit | None:
     return next((module._lengthwise_fit for module in modules if hasattr(module, "_lengthwise_fit")), None)
 
 
-def encoded_attention(call: LayerCall) -> Output:
-    """A layer's attention with the hooks of its encoding around it."""
+def run_encoding(call: LayerCall) -> Output:
+    """A layer's attention with the encoding that it was fitted with."""
     held: Any = getattr(call.module, CHILD)
-    encoding: Encoding = held.encoding
-    window = call.window if held.window is None else held.window
-    x, layout, q, k, v = call.x, call.layout, call.q, call.k, call.v
-    state = encoding.state(x, layout.query_mask, **encoding.own_qk("state", q, k))
-    own_qk = encoding.own_qk("bias", q, k)
-    # As in the model of this package: keys are cached as they meet queries, unless that changes as the sequence grows.
-    rotates, late = encoding.overrides("rotate"), encoding.rotates_late
-    if rotates and not late and not call.turned:
-        k, v = _spread(k, held.spread), _spread(v, held.spread)
-        q, k = encoding.rotate(q, k, call.new_tokens)
-    k, v, state = call.remember(k, v, state)
-    if rotates and late:
-        k, v = _spread(k, held.spread), _spread(v, held.spread)
-        q, k = encoding.rotate(q, k, layout, state)
-    return call.attend(
-        q,
-        k,
-        v,
-        bias=encoding.bias(x, layout, state, **own_qk),
-        rescore=encoding.rescore(x, layout, state),
-        window=window,
-        logit_scale=encoding.logit_scale(x, layout, **({} if window is None else {"window": window})),
-        sink=_joined(call.sink, encoding.sink(x)),
-    )
+    return call.run(held.encoding, window=held.window, spread=held.spread)
 
 
 def rope_angles(module: Any, placed: Placed, own: Waves) -> Waves | None:
@@ -243,26 +222,15 @@ def rope_angles(module: Any, placed: Placed, own: Waves) -> Waves | None:
 
 def _without_dropout(call: LayerCall) -> Output:
     if call.dropout:
+        kinds = [kind for kind in type(call.module).__mro__ if not kind.__module__.startswith("lengthwise.")]
         raise NotImplementedError(
-            f"{type(call.module).__name__} trains with attention dropout {call.dropout}, which there is not here; set "
+            f"{kinds[0].__name__} trains with attention dropout {call.dropout}, which there is not here; set "
             "it to 0 in the config, or fit with attention_dropout='leave out'"
         )
-    return encoded_attention(call)
+    return run_encoding(call)
 
 
-RUNS: dict[str, Callable[[LayerCall], Output]] = {"refuse": _without_dropout, "leave out": encoded_attention}
-
-
-def _spread(x: Tensor, groups: int) -> Tensor:
-    """One head of keys or values for every head of the queries, where every head turns differently."""
-    return x if groups == 1 else x.repeat_interleave(groups, 1)
-
-
-def _joined(own: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Sinks that take as much weight as both together."""
-    if own is None or other is None:
-        return other if own is None else own
-    return torch.logaddexp(own.to(other.dtype) if other.ndim == 1 else own.to(other.dtype)[None, :, None], other)
+RUNS: dict[str, Callable[[LayerCall], Output]] = {"refuse": _without_dropout, "leave out": run_encoding}
 
 
 def _check_model(model: object) -> None:
@@ -322,6 +290,11 @@ def _resolved(
         for number, spec in zip(chosen, islice(cycle(listed), len(chosen)), strict=True)
     ]
     embedding, rest = split_embedding(specs, None)
+    if every[0].adds_bias and len(chosen) < len(every):
+        raise OptionError(
+            f"{type(every[0].module).__name__} adds a bias of its own in every layer: fit all layers, got "
+            f"{len(chosen)} of {len(every)}"
+        )
     has_own = [OWN in spec.encoding.split("+") for spec in listed]
     if position_table(model) is not None:
         if any(has_own) and not all(has_own):

@@ -25,14 +25,14 @@ from transformers.utils import logging
 from transformers.utils.generic import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from lengthwise.bias import Bias, DenseBias, SumBias
+from lengthwise.bias import Bias, DenseBias
 from lengthwise.encodings import Encoding
-from lengthwise.encodings.base import State, Zone
 from lengthwise.encodings.registry import build, find
-from lengthwise.model.attention import NAME, eager_attention, run_zones
-from lengthwise.model.cache import cached_layout, cached_length, fit_windows, remember
+from lengthwise.model.attention import NAME, eager_attention
+from lengthwise.model.cache import cached_layout, cached_length, fit_windows
 from lengthwise.model.checkpoint_checks import checked_checkpoint, checked_loading
 from lengthwise.model.configuration import LengthwiseConfig
+from lengthwise.model.encoded import encoded_attention
 from lengthwise.model.layout import added_by, make_layout, with_mask
 from lengthwise.model.losses import head_loss
 from lengthwise.model.schedule import LayerSpec, parse_layer
@@ -112,16 +112,16 @@ class LengthwiseAttention(nn.Module):
         """Queries, keys and values, (batch, head, query, dim), before they are turned."""
         every = self.c_attn(x).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
         q, k, v = every.split(self.heads, 1)
-        return (*self._normed(q, k, "before"), v)
+        return (*(self.norm(q, k) if self.norm_place == "before" else (q, k)), v)
 
-    def turn(
-        self, encoding: Encoding, q: Tensor, k: Tensor, layout: TokenLayout, state: State | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def turn(self, encoding: Encoding, q: Tensor, k: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
         """Queries and keys as they meet."""
-        return self._normed(*encoding.rotate(q, k, layout, state), "after")
+        q, k = encoding.rotate(q, k, layout)
+        return self.norm(q, k) if self.norm_place == "after" else (q, k)
 
-    def _normed(self, q: Tensor, k: Tensor, place: str) -> tuple[Tensor, Tensor]:
-        return (self.q_norm(q), self.k_norm(k)) if self.norm_place == place else (q, k)
+    def norm(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys, each head normed."""
+        return self.q_norm(q), self.k_norm(k)
 
     def forward(
         self,
@@ -135,47 +135,31 @@ class LengthwiseAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """What attention adds to the tokens, and its weights if they were asked for."""
-        encoding = encoding or self.encoding
         q, k, v = self.project(x)
-        own_qk = encoding.own_qk("bias", q, k)
-        state = encoding.state(x, layout.query_mask, **encoding.own_qk("state", q, k))
-        # Keys are cached as they meet queries, unless that changes as the sequence grows.
-        rotates, late = encoding.overrides("rotate"), encoding.rotates_late
-        if rotates and not late:
-            q, k = self.turn(encoding, q, k, layout.new_tokens())
-        if past_key_values is not None:
-            k, v, state = remember(past_key_values, self.layer_idx, k, v, state)
-        # Without the room that a static cache has behind; weights cover it, as everywhere in transformers.
-        room = k.shape[2] - layout.key_count
-        if room:
-            k, v = k[:, :, : layout.key_count], v[:, :, : layout.key_count]
-            state = state and {name: numbers[:, :, : layout.key_count] for name, numbers in state.items()}
-        zones = [Zone(q, k)]
-        if rotates and late:
-            zones = [
-                Zone(*self._normed(zone.q, zone.k, "after"), zone.window)
-                for zone in encoding.zones(q, k, layout, state)
-            ]
-        if bias is None:
-            bias = encoding.bias(x, layout, state, **own_qk)
-        if added is not None:
-            bias = added if bias is None else SumBias((bias, added))
-        own = {} if self.window is None else {"window": self.window}
-        options: dict[str, Any] = {
-            "bias": bias,
-            "rescore": encoding.rescore(x, layout, state),
-            "window": self.window,
-            "scale": self.scaling,
-            "softcap": self.config.softcap,
-            "logit_scale": encoding.logit_scale(x, layout, **own),
-            "sink": encoding.sink(x),
-        }
         implementation = self.config._attn_implementation
         # By finding this call in the file transformers knows that the implementation can be chosen.
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
-        out, weights = run_zones(attention, implementation, self, zones, v, layout=layout, **options, **kwargs)
-        if room and weights is not None:
-            weights = F.pad(weights, (0, room))
+        out, weights = encoded_attention(
+            encoding or self.encoding,
+            x,
+            q,
+            k,
+            v,
+            module=self,
+            attention=attention,
+            implementation=implementation,
+            layout=layout,
+            new_tokens=layout.new_tokens,
+            cache=past_key_values,
+            layer=self.layer_idx,
+            window=self.window,
+            scale=self.scaling,
+            softcap=self.config.softcap,
+            bias=bias,
+            added=added,
+            norm=self.norm if self.norm_place == "after" else None,
+            **kwargs,
+        )
         out = self.c_proj(out.to(x.dtype).flatten(2))
         return self.resid_dropout(out), weights
 
@@ -209,6 +193,16 @@ class LengthwiseBlock(GradientCheckpointingLayer):
         """The tokens after this layer."""
         x = x + self.attn(self.ln_1(x), layout, **kwargs)[0]
         return x + self.mlp(self.ln_2(x))
+
+
+def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Groups for AdamW of what a model learns: matrices decay, but for what its encodings spare; the rest does not."""
+    spared = {id(p) for part in model.modules() if isinstance(part, Encoding) for p in part.no_weight_decay()}
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            groups[parameter.ndim >= 2 and id(parameter) not in spared].append(parameter)
+    return [{"params": groups[True], "weight_decay": weight_decay}, {"params": groups[False], "weight_decay": 0.0}]
 
 
 class LengthwisePreTrainedModel(PreTrainedModel):
@@ -292,14 +286,7 @@ class LengthwisePreTrainedModel(PreTrainedModel):
 
     def parameter_groups(self, weight_decay: float = 0.1) -> list[dict[str, Any]]:
         """Groups for AdamW: matrices decay; biases, norms and what an encoding says must not do not."""
-        spared = {id(p) for part in self.modules() if isinstance(part, Encoding) for p in part.no_weight_decay()}
-        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-        for parameter in self.parameters():
-            groups[parameter.ndim >= 2 and id(parameter) not in spared].append(parameter)
-        return [
-            {"params": groups[True], "weight_decay": weight_decay},
-            {"params": groups[False], "weight_decay": 0.0},
-        ]
+        return weight_decay_groups(self, weight_decay)
 
     def block_matrices(self) -> dict[nn.Parameter, list[int] | None]:
         """The matrices of the blocks, without encodings; with its widths one that holds several side by side."""

@@ -42,7 +42,7 @@ from lengthwise.files import file_hash, open_storage, write_atomic
 from lengthwise.inspect import position_maps
 from lengthwise.inspect.skipping import skipped_shares
 from lengthwise.loading import LoadedModel, load_tokenizer_of, resolve_device
-from lengthwise.model.stretch import parse_stretch
+from lengthwise.model.stretch.spec import parse_stretch
 from lengthwise.study.config import StudyConfig
 from lengthwise.study.engine import TRAINED_ELSEWHERE, StudyProgress, train_runs
 from lengthwise.study.engines import check_engine, make_engine

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
-from lengthwise.model.modeling import LengthwisePreTrainedModel
 from lengthwise.runs import Run, RunWriter
 from lengthwise.train.config import ResolvedTrainConfig
 from lengthwise.train.distributed import World
@@ -99,7 +99,7 @@ def load_checkpoint(folder: Path, world: World, model: nn.Module, optimizers: Op
 def save_final(
     config: ResolvedTrainConfig,
     writer: RunWriter | None,
-    model: LengthwisePreTrainedModel,
+    model: PreTrainedModel,
     weights: dict[str, Tensor],
     save_rest: Callable[[Path], None],
 ) -> None:
@@ -117,9 +117,12 @@ def save_final(
 
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The model's weights, put together from all processes' shards."""
-    named = ((name, parameter.detach()) for name, parameter in model.named_parameters())
-    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).cpu() for name, p in named}
+    """The model's weights, put together from all processes' shards, and what else its files have."""
+    named = dict(model.named_parameters())
+    stored = model.state_dict().keys()
+    tensors = [*named.items(), *((name, x) for name, x in model.named_buffers() if name in stored)]
+    whole = ((name, x.detach()) for name, x in tensors)
+    return {name: (x.full_tensor() if isinstance(x, DTensor) else x).cpu() for name, x in whole}
 
 
 def seed_everything(seed: int, *more: int) -> None:

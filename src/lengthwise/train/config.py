@@ -9,6 +9,7 @@ import functools
 import json
 from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, Literal
 
 from lengthwise.options import option
@@ -125,6 +126,20 @@ CONTRASTIVE_RECIPES = {
 )
 """For contrastive training: a sequence is a document with its query; the tokenizer is that of --start-from."""
 
+CONTINUED = Recipe(
+    tokenizer="start",
+    length=512,
+    batch_tokens=8_192,
+    micro_batch=4,
+    steps=1_000,
+    optimizer="adamw",
+    learning_rate=1e-4,
+    final_learning_rate=1e-5,
+    encoding_learning_rate=1e-3,
+    warmup=50,
+)
+"""For a model of transformers that goes on: gentle, and tuned for none. The tokenizer is that of --start-from."""
+
 RECIPES_BY_OBJECTIVE = {"causal": RECIPES, "mlm": ENCODER_RECIPES, "contrastive": CONTRASTIVE_RECIPES}
 
 OTHER_RATES = dict.fromkeys((("causal", "nano", "adamw"), ("mlm", "nano", "adamw")), (3e-3, 3e-4))
@@ -156,6 +171,15 @@ def _tuned_table() -> dict[str, Any]:
     return content
 
 
+def is_theirs(source: str) -> bool:
+    """Whether weights to start from are those of a model of transformers, not of one of ours; nothing is loaded."""
+    folder = Path(source)
+    folder = folder / "final" if (folder / "final").is_dir() else folder
+    if (folder / "config.json").is_file():
+        return not str(json.loads((folder / "config.json").read_text()).get("model_type")).startswith("lengthwise")
+    return "/" in source and not folder.exists()
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """The options of a training run."""
@@ -179,7 +203,12 @@ class TrainConfig:
     )
     separate_documents: bool = option(False, "attention does not reach from one document into another")
     positions: str | None = option(None, "positions drawn anew for each sequence: random:8192, or pose:8")
-    start_from: str | None = option(None, "a run or checkpoint whose weights to start from, except its encodings'")
+    start_from: str | None = option(
+        None,
+        "or --from: a run of ours whose weights to start from, except its encodings'; or a checkpoint of transformers, "
+        "which --encoding is fitted into",
+        alias="from",
+    )
     mask_rate: float = option(0.15, "mlm: the share of tokens that are predicted; 0.3 as ModernBERT")
     pooling: Literal["mean", "first"] = option(
         "mean", "contrastive: a text's vector, the mean or that of the first token"
@@ -230,6 +259,27 @@ class TrainConfig:
         """The encoding or the schedule of layers, by which rates are tuned; LengthwiseConfig has the same default."""
         return str(self.layers) if self.layers is not None else self.encoding or "cable"
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether a model of transformers is trained further, with an encoding fitted into it."""
+        return self.objective == "causal" and self.start_from is not None and is_theirs(self.start_from)
+
+    def _check_goes_on(self) -> None:
+        """An error for options that a model of transformers decides by itself, or cannot have."""
+        if self.preset != "nano":
+            raise ValueError(f"--start-from decides the sizes of the model, got --preset {self.preset}")
+        if self.tokenizer not in (None, "start"):
+            raise ValueError(f"--start-from decides the tokenizer, got --tokenizer {self.tokenizer}")
+        if self.encoding is not None and self.layers is not None:
+            raise ValueError("--encoding and --layers say the same thing, got both")
+        if self.optimizer == "muon":
+            raise ValueError("muon is for models of Lengthwise; use --optimizer adamw")
+        for name in ("sizes", "share_encoding", "sharded"):
+            if getattr(self, name):
+                raise ValueError(f"a model of transformers goes on without --{name.replace('_', '-')}, got it")
+        if self.context_parallel > 1:
+            raise ValueError("a model of transformers goes on without --context-parallel, got it")
+
     def resolved(self) -> "ResolvedTrainConfig":
         """The same with every open option filled in from the preset's recipe, and checked."""
         if self.version != FORMAT:
@@ -241,12 +291,17 @@ class TrainConfig:
         if recipes is None:
             known = ", ".join(map(repr, RECIPES_BY_OBJECTIVE))
             raise ValueError(f"unknown objective {self.objective!r}; known: {known}")
+        goes_on = self.goes_on
+        if goes_on:
+            self._check_goes_on()
+            recipes = {"nano": CONTINUED}
         if self.preset not in recipes:
             known = ", ".join(map(repr, recipes))
             raise ValueError(f"unknown preset {self.preset!r}; known: {known}")
         given = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
-        recipe = dataclasses.asdict(recipe_for(self.objective, self.preset, self.optimizer))
-        if self.objective == "causal" and self.optimizer in (None, recipe["optimizer"]):
+        recipe = dataclasses.asdict(CONTINUED if goes_on else recipe_for(self.objective, self.preset, self.optimizer))
+        # Only causal models of ours were tuned.
+        if self.objective == "causal" and not goes_on and self.optimizer in (None, recipe["optimizer"]):
             recipe |= tuned_rates(self.preset, self.tuned_by)
         if self.learning_rate is not None:
             # The encoding's rate keeps its ratio to the model's.
@@ -254,7 +309,7 @@ class TrainConfig:
         if self.warmup is None and self.steps is not None and recipe["warmup"] >= self.steps:
             # A short trial of a long recipe, whose warm-up would never end.
             recipe["warmup"] = self.steps // 10
-        given_elsewhere = self.layers is not None or self.objective == "contrastive"
+        given_elsewhere = self.layers is not None or self.objective == "contrastive" or goes_on
         encoding = {} if given_elsewhere else {"encoding": "cable"}
         return ResolvedTrainConfig(**(recipe | encoding | given))
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lengthwise.data.retrieval import Pair, pairs_hash, query_tokens, training_pairs
 from lengthwise.data.tokenizers import with_start_token
@@ -28,7 +28,6 @@ from lengthwise.encodings import Encoding
 from lengthwise.loading import LoadError, load_tokenizer_of, resolve_checkpoint
 from lengthwise.model import LengthwiseEncoder, LengthwiseEncoderConfig
 from lengthwise.model.encoder import pool_tokens
-from lengthwise.model.modeling import LengthwisePreTrainedModel
 from lengthwise.train.config import ResolvedTrainConfig
 from lengthwise.train.distributed import World
 from lengthwise.train.objectives import HeldOut, Inputs, Objective
@@ -55,7 +54,7 @@ class ContrastiveObjective(Objective):
         self.targets = config.sequences
         self._order = lru_cache(maxsize=2)(self._shuffled)
 
-    def make_model(self) -> LengthwisePreTrainedModel:
+    def make_model(self) -> PreTrainedModel:
         """The encoder of --start-from, with its encodings."""
         model: LengthwiseEncoder = LengthwiseEncoder.from_pretrained(self.checkpoint, pooling=self.config.pooling)
         limit = min((e.limit for e in model.modules() if isinstance(e, Encoding) and e.limit), default=None)
@@ -94,7 +93,7 @@ class ContrastiveObjective(Objective):
         scores = (vectors[0] @ vectors[1].T).float() / self.config.temperature
         return F.cross_entropy(scores, torch.arange(len(scores), device=scores.device), reduction="sum")
 
-    def held_out(self, model: LengthwisePreTrainedModel) -> HeldOut:
+    def held_out(self, model: PreTrainedModel) -> HeldOut:
         """The loss of held-out pairs."""
         return HeldOutPairs(self)
 

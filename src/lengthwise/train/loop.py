@@ -20,8 +20,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from transformers import PreTrainedModel
 
-from lengthwise.model.modeling import LengthwisePreTrainedModel
 from lengthwise.runs import Run, RunWriter
 from lengthwise.train.checkpoint import (
     check_folder,
@@ -48,9 +48,7 @@ log = logging.getLogger(__name__)
 class SummedLoss(nn.Module):
     """The summed loss of some sequences, as a forward pass: DDP and FSDP2 hook no other method."""
 
-    def __init__(
-        self, model: LengthwisePreTrainedModel, objective: Objective, ring: ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, objective: Objective, ring: ProcessGroup | None = None) -> None:
         super().__init__()
         self.model, self.objective, self.ring = model, objective, ring
 
@@ -86,7 +84,7 @@ def run(config: ResolvedTrainConfig, world: World) -> None:
         if config.recompute:
             model.gradient_checkpointing_enable()
         dtype = matmul_dtype(config, world.device)
-        layers: Any = model.base_model.h
+        layers: Any = getattr(model.base_model, "h", ())  # only models of ours are sharded
         summed_loss = world.wrap(SummedLoss(model, objective, world.ring), layers, dtype)
         optimizers = Optimizers(config, model)
         start, seconds = 0, 0.0

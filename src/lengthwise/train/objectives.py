@@ -19,18 +19,19 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lengthwise.data import Batches
 from lengthwise.data.tokens import document_positions
 from lengthwise.distributed import ring_loss
 from lengthwise.distributed.model import check_spreadable
+from lengthwise.model import LengthwiseConfig
 from lengthwise.model.losses import IGNORED
-from lengthwise.model.modeling import LengthwisePreTrainedModel
 from lengthwise.train.config import ResolvedTrainConfig
 from lengthwise.train.distributed import World
 from lengthwise.train.positions import PositionRule
 from lengthwise.train.setup import check_positions, make_model, read_data
+from lengthwise.train.theirs import token_losses
 from lengthwise.train.validation import Validation
 
 Inputs = tuple[Tensor | None, ...]
@@ -103,7 +104,7 @@ class Objective(ABC):
     """What the summed loss of a step is divided by."""
 
     @abstractmethod
-    def make_model(self) -> LengthwisePreTrainedModel:
+    def make_model(self) -> PreTrainedModel:
         """The model before its first step."""
 
     @abstractmethod
@@ -115,7 +116,7 @@ class Objective(ABC):
         """The sum of the losses, not the mean: the parts of a batch may differ in size. `ring` shares the sequences."""
 
     @abstractmethod
-    def held_out(self, model: LengthwisePreTrainedModel) -> HeldOut:
+    def held_out(self, model: PreTrainedModel) -> HeldOut:
         """What is measured while the run trains."""
 
     def check(self, world: World) -> None:  # noqa: B027, most have nothing to refuse
@@ -137,11 +138,11 @@ class TokenObjective(Objective):
         self.rule = target_rule(config, self.tokenizer)
         self.targets = config.sequences * self.rule.targets(config.length)
 
-    def make_model(self) -> LengthwisePreTrainedModel:
-        """From its config, or with the weights of another one."""
+    def make_model(self) -> PreTrainedModel:
+        """From its config, with the weights of another one, or a model of transformers that goes on."""
         model = make_model(self.config, self.tokenizer)
         check_positions(self.config, model)
-        if self.config.context_parallel > 1:
+        if self.config.context_parallel > 1 and isinstance(model.config, LengthwiseConfig):
             check_spreadable(model.config)
         return model
 
@@ -160,9 +161,11 @@ class TokenObjective(Objective):
         read, labels, positions = inputs
         if ring is not None:
             return ring_loss(model, read, position_ids=positions, group=ring)
+        if self.config.goes_on:
+            return token_losses(model, read, labels, positions)
         return model.loss(read, labels, position_ids=positions, reduction="sum")
 
-    def held_out(self, model: LengthwisePreTrainedModel) -> HeldOut:
+    def held_out(self, model: PreTrainedModel) -> HeldOut:
         """The loss of held-out text at several lengths."""
         return Validation(self.config, self.held_out_tokens, model, self.rule)
 

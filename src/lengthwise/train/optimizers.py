@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon
+from transformers import PreTrainedModel
 
-from lengthwise.model.modeling import LengthwisePreTrainedModel
+from lengthwise.model.modeling import LengthwisePreTrainedModel, weight_decay_groups
 from lengthwise.train.config import ResolvedTrainConfig
 from lengthwise.train.distributed import encoding_parameters, split_by_sharding
 
@@ -47,15 +48,17 @@ class StackedMuon(Muon):
 class Optimizers:
     """All optimizers of a run as one."""
 
-    def __init__(self, config: ResolvedTrainConfig, model: LengthwisePreTrainedModel) -> None:
+    def __init__(self, config: ResolvedTrainConfig, model: PreTrainedModel) -> None:
         self.learning_rate = config.learning_rate
-        stacked = model.block_matrices() if config.optimizer == "muon" else {}
+        stacked: dict[nn.Parameter, list[int] | None] = {}
+        if config.optimizer == "muon" and isinstance(model, LengthwisePreTrainedModel):
+            stacked = model.block_matrices()
         if config.optimizer == "muon" and not stacked:
             raise ValueError("the optimizer muon needs matrices in the model's blocks, got none; use adamw")
         own = set(encoding_parameters(model))
         adamw: list[dict[str, Any]] = []
         muon: list[dict[str, Any]] = []
-        for group in model.parameter_groups(config.weight_decay):
+        for group in weight_decay_groups(model, config.weight_decay):
             decay = group["weight_decay"]
             for rate, of_encoding in ((config.learning_rate, False), (config.encoding_learning_rate, True)):
                 rest = [p for p in group["params"] if p not in stacked and (p in own) == of_encoding]

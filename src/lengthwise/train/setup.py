@@ -6,20 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lengthwise.data import Split, Tokens, load_tokenizer, prepare
 from lengthwise.data.sources import resolve
 from lengthwise.data.tokenizers import tokenizer_hash, with_mask_token
 from lengthwise.distributed.model import check_spreadable
-from lengthwise.encodings import Encoding
 from lengthwise.loading import load_model, resolve_checkpoint
 from lengthwise.model import LengthwiseConfig, LengthwiseEncoderConfig, LengthwiseForCausalLM, LengthwiseForMaskedLM
+from lengthwise.model.families import max_length
 from lengthwise.model.modeling import LengthwisePreTrainedModel
 from lengthwise.train.config import ResolvedTrainConfig, TrainConfig
 from lengthwise.train.distributed import encoding_parameters
 from lengthwise.train.estimate import Hardware, describe_needs, estimate
 from lengthwise.train.positions import PositionRule
+from lengthwise.train.theirs import fitted_model, start_tokenizer
 
 GPT2_VOCABULARY = 50_257
 MODELS: dict[str, type[LengthwisePreTrainedModel]] = {"causal": LengthwiseForCausalLM, "mlm": LengthwiseForMaskedLM}
@@ -29,7 +30,7 @@ MODELS: dict[str, type[LengthwisePreTrainedModel]] = {"causal": LengthwiseForCau
 def read_data(config: ResolvedTrainConfig) -> tuple[PreTrainedTokenizerFast, Tokens, Tokens]:
     """The tokenizer, the tokens to train on and the held-out ones; processes of one machine wait for the first."""
     files: dict[str, Any] = {"verify": os.environ.get("LOCAL_RANK", "0") == "0", "store": config.token_store}
-    tokenizer = load_tokenizer(config.tokenizer, source=config.data)
+    tokenizer = start_tokenizer(config) if config.goes_on else load_tokenizer(config.tokenizer, source=config.data)
     if config.objective == "mlm":
         tokenizer = with_mask_token(tokenizer, config.tokenizer)
     splits: tuple[Split, Split] = ("fitting", "validation") if config.tuning else ("train", "held-out")
@@ -60,8 +61,10 @@ def model_config(
     )
 
 
-def make_model(config: ResolvedTrainConfig, tokenizer: PreTrainedTokenizerFast) -> LengthwisePreTrainedModel:
+def make_model(config: ResolvedTrainConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     """The model that predicts tokens, before its first step."""
+    if config.goes_on:
+        return fitted_model(config, tokenizer)
     padding = tokenizer.pad_token_id if config.objective == "mlm" else None
     own = model_config(config, len(tokenizer), end=tokenizer.eos_token_id, padding=padding)
     model: LengthwisePreTrainedModel = MODELS[config.objective](own)
@@ -77,13 +80,13 @@ def matmul_dtype(config: ResolvedTrainConfig, device: torch.device) -> torch.dty
     return torch.bfloat16 if config.precision == "bfloat16" else torch.float32
 
 
-def check_positions(config: ResolvedTrainConfig, model: LengthwisePreTrainedModel) -> None:
+def check_positions(config: ResolvedTrainConfig, model: PreTrainedModel) -> None:
     """An error for drawn positions that are malformed, or beyond what an encoding has."""
     if config.positions is None:
         return
     needed = PositionRule.parse(config.positions, config.length).limit
-    limit = min((e.limit for e in model.modules() if isinstance(e, Encoding) and e.limit), default=needed)
-    if limit < needed:
+    limit = max_length(model)
+    if limit is not None and limit < needed:
         raise ValueError(
             f"--positions {config.positions} needs {needed:,} positions, but the encoding {config.tuned_by!r} has "
             f"{limit:,}; use another encoding, or fewer positions"
@@ -109,6 +112,8 @@ def start_weights(model: LengthwisePreTrainedModel, source: str, tokenizer: PreT
 def dry_run(config: TrainConfig) -> str:
     """A few lines on what would be trained; every error that a config alone can have is raised."""
     resolved = config.resolved()
+    if resolved.goes_on:
+        return _dry_run_of_theirs(resolved)
     if resolved.objective == "contrastive":
         return _contrastive_dry_run(resolved)
     resolve(resolved.data)
@@ -120,17 +125,38 @@ def dry_run(config: TrainConfig) -> str:
     hardware = Hardware.parse({"devices": resolved.context_parallel, **(resolved.hardware or {})})
     needs = estimate(resolved, model, hardware)
     learned = sum(parameter.numel() for parameter in encoding_parameters(model))
-    tokens = resolved.steps * resolved.batch_tokens
     return "\n".join(
         (
             f"model     {resolved.preset} with {model.config.label}: {model.num_parameters():,} parameters, "
             f"{learned:,} of them the encoding's",
             f"data      {resolved.data}, tokenizer {resolved.tokenizer}",
-            f"tokens    {tokens:,} in {resolved.steps:,} steps of {resolved.sequences:,} x {resolved.length:,}",
-            f"rate      {resolved.optimizer}, up to {resolved.learning_rate:g} in {resolved.warmup:,} steps, then down "
-            f"to {resolved.final_learning_rate:g}; {resolved.encoding_learning_rate:g} for the encoding's parameters",
+            *_steps_and_rates(resolved),
             *describe_needs(resolved, needs, hardware),
         )
+    )
+
+
+def _dry_run_of_theirs(config: ResolvedTrainConfig) -> str:
+    assert config.start_from is not None
+    resolve(config.data)
+    tokenizer = start_tokenizer(config)
+    check_positions(config, fitted_model(config, tokenizer))
+    encoding = config.encoding or config.layers or "its encoding"
+    return "\n".join(
+        (
+            f"model     {resolve_checkpoint(config.start_from)} with {encoding}",
+            f"data      {config.data}, tokenizer of {len(tokenizer):,} tokens",
+            *_steps_and_rates(config),
+        )
+    )
+
+
+def _steps_and_rates(config: ResolvedTrainConfig) -> tuple[str, str]:
+    tokens = config.steps * config.batch_tokens
+    return (
+        f"tokens    {tokens:,} in {config.steps:,} steps of {config.sequences:,} x {config.length:,}",
+        f"rate      {config.optimizer}, up to {config.learning_rate:g} in {config.warmup:,} steps, then down "
+        f"to {config.final_learning_rate:g}; {config.encoding_learning_rate:g} for the encoding's parameters",
     )
 
 

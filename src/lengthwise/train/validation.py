@@ -11,11 +11,13 @@ import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from lengthwise.data import Tokens
 from lengthwise.data.tokens import document_positions
-from lengthwise.encodings import Encoding
 from lengthwise.inspect import position_maps
+from lengthwise.model.families import max_length
+from lengthwise.model.fit import fit_of
 from lengthwise.model.modeling import LengthwisePreTrainedModel
 from lengthwise.train.checkpoint import whole_weights
 from lengthwise.train.config import ResolvedTrainConfig
@@ -47,7 +49,7 @@ class Validation:
 
     def __init__(self, config: ResolvedTrainConfig, tokens: Tokens, model: nn.Module, rule: TargetRule) -> None:
         self.config, self.tokens, self.rule = config, tokens, rule
-        limit = min((e.limit for e in model.modules() if isinstance(e, Encoding) and e.limit), default=None)
+        limit = max_length(model)
         self.lengths = config.evaluate_lengths or [config.length, 2 * config.length, 4 * config.length]
         required = self.lengths if config.evaluate_lengths else self.lengths[:1]
         for length in list(self.lengths):
@@ -101,9 +103,7 @@ class Validation:
         return losses / every
 
 
-def save_map_snapshot(
-    path: Path, model: LengthwisePreTrainedModel, ids: Int[Tensor, "batch position"], world: World
-) -> None:
+def save_map_snapshot(path: Path, model: PreTrainedModel, ids: Int[Tensor, "batch position"], world: World) -> None:
     """The bias of every head of every layer, or the scores of an encoding without one. All processes take part."""
     weights = whole_weights(model) if world.sharded else None
     if not world.is_first:
@@ -115,6 +115,15 @@ def save_map_snapshot(
                 model = type(model)(model.config)
             for name, parameter in model.named_parameters():
                 parameter.data.copy_(weights[name])
-        quantity: Quantity = "bias" if model.config.overrides("bias", everywhere=True) else "scores"
+        quantity: Quantity = "bias" if _adds_bias(model) else "scores"
         maps = position_maps(model, ids.to(world.device), "all", quantity, shown="first", resolution=RESOLUTION)
     maps.save(path)
+
+
+def _adds_bias(model: PreTrainedModel) -> bool:
+    """Whether every layer has a bias."""
+    if isinstance(model, LengthwisePreTrainedModel):
+        return model.config.overrides("bias", everywhere=True)
+    current = fit_of(model)
+    held = [] if current is None else list(current.encodings.values())
+    return bool(held) and all(one.encoding.overrides("bias") for one in held)

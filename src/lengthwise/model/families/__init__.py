@@ -1,20 +1,30 @@
 """What is known of families of models, one file each: the encoding, the layers, the length, how attention is captured.
 
 `lengthwise.inspect` captures through these files; `lw.fit` and `lw.accelerate` get into models by them. swap.py and
-layers.py serve all that follow transformers' attention interface, described.py those that fill in a bias. A family with
+layers.py serve all that follow transformers' attention interface, described.py those that do not. A family with
 attention code of its own needs a file of the kind that `bloom.py` is; most models need none.
 """
 
+from collections.abc import Mapping
 from importlib import import_module
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from lengthwise.model.families.accelerated import AcceleratedFamily
 from lengthwise.model.families.base import AttentionRecord, Family, table_length
 from lengthwise.model.families.swapped import SwappedFamily
 from lengthwise.token_layout import PositionError
 
-__all__ = ["AttentionRecord", "Family", "check_length", "family_of", "find_family", "max_length"]
+__all__ = [
+    "AttentionRecord",
+    "Family",
+    "check_length",
+    "classes_that_take_runs",
+    "family_of",
+    "find_family",
+    "max_length",
+]
 
 FAMILIES = {
     "LengthwisePreTrainedModel": ("lengthwise", "LengthwiseFamily"),
@@ -42,10 +52,19 @@ def find_family(model: nn.Module) -> Family | None:
     bases = {base.__name__ for base in type(model).__mro__}
     for base, (file, name) in FAMILIES.items():
         if base in bases:
-            family: type[Family] = getattr(import_module(f"{__name__}.{file}"), name)
-            if family.accepts(model):
-                return family(model)
+            kind: type[Family] = getattr(import_module(f"{__name__}.{file}"), name)
+            if kind.accepts(model):
+                family = kind(model)
+                return AcceleratedFamily(family) if AcceleratedFamily.accepts(model) else family
     return None
+
+
+def classes_that_take_runs(model: nn.Module) -> Mapping[type[nn.Module], type[nn.Module]]:
+    """The classes to swap before functions of ours can be in the place of a model's attention; none on the interface,
+    and none where nobody has written them."""
+    family = find_family(model)
+    described = {} if family is None else family.described
+    return described if any(getattr(kind, "takes_runs", False) for kind in described.values()) else {}
 
 
 def family_of(model: nn.Module) -> Family:

@@ -290,10 +290,6 @@ class HookedFamily(Family):
     @contextmanager
     def capture(self, on_record: OnRecord, selected: Selected) -> Iterator[None]:
         """Hook the selected layers."""
-        if any("leaves_out_dropout" in vars(module) for module in self.layers):
-            raise NotImplementedError(
-                f"{type(self.model).__name__} is accelerated and has no filled-in bias; call lw.unfit(model) first"
-            )
         with ExitStack() as stack:
             for layer, module in enumerate(self.layers):
                 if selected(layer, ""):

@@ -10,7 +10,8 @@ from transformers.models.bloom.modeling_bloom import BloomAttention, dropout_add
 from lengthwise.bias import LevelBias
 from lengthwise.encodings.alibi import interleaved_slopes
 from lengthwise.model.families.base import AttentionRecord, HookedFamily, key_level_bias, sliced, split_heads, visible
-from lengthwise.model.families.described import Described, Rows, by_level
+from lengthwise.model.families.described import Described, by_level, shared
+from lengthwise.model.families.swap import Placed
 
 
 class BloomFamily(HookedFamily):
@@ -44,6 +45,8 @@ class BloomFamily(HookedFamily):
 class DescribedBloomAttention(Described, BloomAttention):
     """BLOOM's attention whose bias is described."""
 
+    takes_runs = True
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -56,31 +59,26 @@ class DescribedBloomAttention(Described, BloomAttention):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """As it was, but for the matrices of scores."""
-        q, k, v = self._reshape(self.query_key_value(hidden_states))
-        if layer_past is not None:
-            k, v = layer_past.update(k, v, self.layer_idx)
-        rows: Rows = attention_mask
-        bias = rows.bias(DescribedBloomAttention, lambda: _bias(alibi, self.num_heads, rows))
-        out, weights = rows.attend(
-            self,
-            q,
-            k,
-            v,
-            bias=bias,
+        out, weights = self.attend(
+            *self._reshape(self.query_key_value(hidden_states)),
+            attention_mask,
+            bias=lambda placed: shared(placed, BloomAttention, lambda: _bias(alibi, self.num_heads, placed)),
             scale=self.inv_norm_factor,
             dropout=self.attention_dropout.p,
             weights=output_attentions,
+            cache=layer_past,
+            **kwargs,
         )
         return dropout_add(self.dense(out.flatten(2)), residual, self.hidden_dropout, self.training), weights
 
 
-def _bias(alibi: Tensor, heads: int, rows: Rows) -> LevelBias:
+def _bias(alibi: Tensor, heads: int, placed: Placed) -> LevelBias:
     """Slope times distance in tokens; in half precision the numbers that BLOOM rounds."""
     if alibi.dtype != torch.float32:
-        return by_level(alibi.view(-1, heads, alibi.shape[2]), rows)
-    mask = rows.layout.key_mask
-    key = rows.layout.key if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
-    query = key.index_select(1, rows.layout.query_slots())
+        return by_level(alibi.view(-1, heads, alibi.shape[2]), placed)
+    places = placed.layout
+    key = places.key if places.key_mask is None else (places.key_mask.cumsum(1) - 1).clamp(min=0)
+    query = key.index_select(1, places.query_slots())
     slope = torch.tensor(interleaved_slopes(heads), dtype=torch.float32, device=alibi.device)
     return LevelBias(query[:, None].double(), key[:, None].double(), slope[None, :, None])
 

@@ -21,7 +21,8 @@ from transformers.models.deberta_v2.modeling_deberta_v2 import (
 
 from lengthwise.bias import Bias, QueryDistanceBias, SumBias
 from lengthwise.model.families.base import AttentionRecord, HookedFamily, sliced, split_heads, table_length
-from lengthwise.model.families.described import Described, Rows, rows_of
+from lengthwise.model.families.described import Described, placed_by
+from lengthwise.model.families.swap import Placed
 
 Buckets = Int[Tensor, " distance"]
 """The bucket of each distance from 1 - length on."""
@@ -85,9 +86,12 @@ class DescribedDebertaV2Attention(Described, DisentangledSelfAttention):
         if self.relative_attention:
             assert relative_pos is not None
             bias = _positional_bias(self, q, k, relative_pos, self.pos_dropout(rel_embeddings), scale)
-        rows: Rows = attention_mask
-        out, weights = rows.attend(
-            self, q, k, v, bias=bias, scale=scale, dropout=self.dropout.p, weights=output_attentions
+        out, weights = self.attend(
+            *(q, k, v, attention_mask),
+            bias=lambda placed: bias,
+            scale=scale,
+            dropout=self.dropout.p,
+            weights=output_attentions,
         )
         return out.flatten(2), weights
 
@@ -95,10 +99,10 @@ class DescribedDebertaV2Attention(Described, DisentangledSelfAttention):
 class DescribedDebertaV2Encoder(Described, DebertaV2Encoder):
     """DeBERTa's encoder, which makes neither a square mask nor a square of buckets."""
 
-    def get_attention_mask(self, attention_mask: Tensor) -> Rows:
-        """The rows of the pass, in the place of a mask."""
+    def get_attention_mask(self, attention_mask: Tensor) -> Placed:
+        """The tokens of the pass, in the place of a mask."""
         length = attention_mask.shape[-1]
-        return rows_of(attention_mask, length, length, causal=False, device=attention_mask.device)
+        return placed_by(attention_mask, length, length, causal=False, device=attention_mask.device)
 
     def get_rel_pos(self, hidden_states: Tensor, query_states: Any = None, relative_pos: Any = None) -> Buckets | None:
         """The bucket of every distance, by the family's own function."""

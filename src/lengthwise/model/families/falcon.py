@@ -18,7 +18,7 @@ from lengthwise.model.families.base import (
     split_heads,
     visible,
 )
-from lengthwise.model.families.described import Described, Rows, by_level
+from lengthwise.model.families.described import Described, by_level, shared
 from lengthwise.model.families.interface import rotary_of
 
 
@@ -73,6 +73,8 @@ class FalconFamily(HookedFamily):
 class DescribedFalconAttention(Described, FalconAttention):
     """Falcon's attention whose ALiBi is described, as it runs by default: slope times position rounded to bfloat16."""
 
+    takes_runs = True
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -87,24 +89,21 @@ class DescribedFalconAttention(Described, FalconAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """As it was under "sdpa", but for the filled-in mask."""
         q, k, v = (x.transpose(1, 2) for x in self._split_heads(self.query_key_value(hidden_states)))
-        if layer_past is not None:
-            k, v = layer_past.update(k, v, self.layer_idx)
-        rows: Rows = attention_mask
-        assert alibi is not None
-        bias = rows.bias(DescribedFalconAttention, lambda: by_level(self._levels(alibi), rows))
-        out, weights = rows.attend(
-            self,
-            q,
-            k,
-            v,
-            bias=bias,
+        if alibi is None:
+            q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        out, weights = self.attend(
+            *(q, k, v, attention_mask),
+            bias=lambda placed: shared(placed, FalconAttention, lambda: by_level(self._levels(alibi), placed)),
             scale=self.inv_norm_factor,
             dropout=self.attention_dropout.p,
             weights=output_attentions,
+            cache=layer_past,
+            **kwargs,
         )
         return self.dense(out.flatten(2)), weights
 
-    def _levels(self, alibi: Tensor) -> Tensor:
+    def _levels(self, alibi: Tensor | None) -> Tensor:
+        assert alibi is not None, "a Falcon with RoPE has no bias"
         return alibi.view(-1, self.num_heads, alibi.shape[-1]) / math.sqrt(self.head_dim)
 
 

@@ -81,7 +81,7 @@ class InterfaceFamily(Family):
         self.check_attention(*PROBES, reason="call model.set_attn_implementation('sdpa') first")
         model = self.model
         names = {id(module): name for name, module in model.named_modules()}
-        calls = _Calls(names, model.config.is_encoder_decoder, on_record, selected)
+        calls = _Calls(model.base_model, names, model.config.is_encoder_decoder, on_record, selected)
         configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
         before = {key: config._attn_implementation for key, config in configs.items()}
         hooks = [module.register_forward_pre_hook(calls.keep_angles, with_kwargs=True) for module in model.modules()]
@@ -101,6 +101,7 @@ class InterfaceFamily(Family):
 class _Calls:
     """What the probe reports to, for one model."""
 
+    body: nn.Module
     names: dict[int, str]
     several_parts: bool
     on_record: OnRecord
@@ -109,7 +110,9 @@ class _Calls:
     angles: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def keep_angles(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Remember the (cos, sin) that a layer gets: the attention function does not get them."""
+        """Remember the (cos, sin) that a layer gets: the attention function does not get them. A pass counts anew."""
+        if module is self.body:
+            self.count.clear()
         self.angles.pop(id(module), None)
         angles = kwargs.get("position_embeddings")
         if isinstance(angles, tuple) and len(angles) == 2 and all(isinstance(x, Tensor) for x in angles):
@@ -119,7 +122,7 @@ class _Calls:
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, **options: Any
     ) -> None:
         """Record one call, if its layer is selected."""
-        part = _part(self.names.get(id(module), ""), several=self.several_parts)
+        part = part_of(self.names.get(id(module), ""), several=self.several_parts)
         number = getattr(module, "layer_idx", None)
         layer = number if isinstance(number, int) else self.count[part]
         self.count[part] += 1
@@ -231,7 +234,8 @@ def rotary_of(module: nn.Module, q: Tensor, k: Tensor, angles: tuple[Tensor, Ten
     return Rotary(unrotated, rotated_by(cos[:1], sin[:1]))
 
 
-def _part(name: str, *, several: bool) -> str:
+def part_of(name: str, *, several: bool) -> str:
+    """The part of the model that a module of this name belongs to; "" where there is only one."""
     if not several:
         return ""
     if any(word in name for word in CROSS):

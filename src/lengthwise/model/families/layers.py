@@ -22,11 +22,18 @@ from lengthwise.encodings._rope_scaling import NAMES, SCALINGS
 from lengthwise.encodings._rotary import PAIR_LAYOUTS
 from lengthwise.encodings.registry import build
 from lengthwise.model.attention import Output
-from lengthwise.model.families.swap import LayerCall, as_before, attention_modules, is_causal, owner_of, swap_attention
+from lengthwise.model.families import classes_that_take_runs, family_of
+from lengthwise.model.families.swap import LayerCall, as_before, attention_modules, owner_of, swap_attention
 from lengthwise.token_layout import TokenLayout, Window
 
 FARTHEST = 4096
 """Rotations are compared up to this position: further out the rounding of an angle would show."""
+
+LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+"""What families call the longest sequence."""
+
+UNSAID = {"bloom": 2048}
+"""The trained length of families whose configs do not say it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,10 +56,17 @@ class AttentionLayer:
     """Whether its queries and keys are rotated."""
     options: Mapping[str, Any] | None
     """Those of `rope` by which our encoding rotates as it does; None where it does not rotate, or in another manner."""
+    adds_bias: bool
+    """Whether it adds a bias of its own, which a fit replaces and cannot put back in."""
 
     @property
     def encoding(self) -> str:
         """Our name of its own encoding; an error if there is none."""
+        if self.adds_bias:
+            raise NotImplementedError(
+                f"{type(self.module).__name__} adds a bias of its own, which cannot be put back in (lw.accelerate "
+                "describes it); other encodings can, in its place"
+            )
         if self.rotates and self.options is None:
             raise NotImplementedError(
                 f"{type(self.module).__name__} rotates queries and keys in a manner that 'rope' cannot express, so its "
@@ -62,8 +76,9 @@ class AttentionLayer:
 
 
 def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
-    """The attention layers of a model on transformers' attention interface; an error names what is in the way."""
-    modules = attention_modules(model)
+    """The attention layers of a model that functions of ours can get into; an error names what is in the way."""
+    described = classes_that_take_runs(model)
+    modules = attention_modules(model, described)
     owner_of(model, modules)
     own: dict[int, tuple[LayerCall, Output]] = {}
     flat: dict[int, LayerCall] = {}
@@ -80,7 +95,7 @@ def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
     every = range(len(modules))
     with evaluating(model), torch.no_grad():
         for run, rotated in ((as_it_is, True), (unrotated, False)):
-            swap = swap_attention(model, dict.fromkeys(every, run), rotated=rotated)
+            swap = swap_attention(model, dict.fromkeys(every, run), rotated=rotated, described=described)
             try:
                 _run_body(model, positions)
             finally:
@@ -90,8 +105,9 @@ def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
         raise NotImplementedError(
             f"{missing[0]} of {type(model).__name__} does not take part in a forward pass of text"
         )
+    biased = bool(described) and family_of(model).undescribed is None
     return [
-        _layer(model, name, module, own[number][0], flat[number], positions)
+        _layer(model, name, module, own[number][0], flat[number], positions, adds_bias=biased)
         for number, (name, module) in enumerate(modules.items())
     ]
 
@@ -99,8 +115,9 @@ def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
 def train_length(model: PreTrainedModel) -> int:
     """The longest sequence that the config speaks of."""
     config = model.config.get_text_config()
-    length = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    if not isinstance(length, int):
+    lengths = [getattr(config, name, None) for name in LENGTHS]
+    length = next((length for length in lengths if isinstance(length, int)), UNSAID.get(config.model_type))
+    if length is None:
         raise NotImplementedError(f"{type(config).__name__} does not say how long a sequence may be")
     return length
 
@@ -126,10 +143,17 @@ def _run_body(model: PreTrainedModel, positions: Tensor) -> None:
 
 
 def _layer(
-    model: PreTrainedModel, name: str, module: Any, own: LayerCall, flat: LayerCall, positions: Tensor
+    model: PreTrainedModel,
+    name: str,
+    module: Any,
+    own: LayerCall,
+    flat: LayerCall,
+    positions: Tensor,
+    *,
+    adds_bias: bool,
 ) -> AttentionLayer:
     _, heads, _, head_dim = own.q.shape
-    shape = AttentionShape(heads, own.x.shape[-1], head_dim, train_length(model), is_causal(module))
+    shape = AttentionShape(heads, own.x.shape[-1], head_dim, train_length(model), own.layout.causal)
     rotates = not torch.equal(own.q, flat.q)
     return AttentionLayer(
         name=name,
@@ -143,6 +167,7 @@ def _layer(
         has_sink=own.sink is not None,
         rotates=rotates,
         options=_rope_options(model, own, flat, shape, positions) if rotates else None,
+        adds_bias=adds_bias,
     )
 
 

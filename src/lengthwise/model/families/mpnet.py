@@ -15,8 +15,9 @@ from lengthwise.model.families.base import (
     table_length,
     visible_keys,
 )
-from lengthwise.model.families.described import Described, Rows, by_distance
+from lengthwise.model.families.described import Described, by_distance, shared
 from lengthwise.model.families.interface import distance_bias
+from lengthwise.model.families.swap import Placed
 
 
 class MPNetFamily(HookedFamily):
@@ -53,6 +54,9 @@ class MPNetFamily(HookedFamily):
 class DescribedMPNetAttention(Described, MPNetSelfAttention):
     """MPNet's attention whose bias is described."""
 
+    takes_runs = True
+    is_causal = False
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -62,19 +66,15 @@ class DescribedMPNetAttention(Described, MPNetSelfAttention):
         **kwargs: Any,
     ) -> tuple[Tensor, ...]:
         """As it was, but for the matrices of scores."""
-        q, k, v = (
-            split_heads(project(hidden_states), self.num_attention_heads) for project in (self.q, self.k, self.v)
-        )
-        rows: Rows = attention_mask
-        out, weights = rows.attend(
-            self,
-            q,
-            k,
-            v,
-            bias=rows.bias(position_bias, lambda: position_bias.bias_by_distance(rows)),
+        heads = self.num_attention_heads
+        q, k, v = (split_heads(project(hidden_states), heads) for project in (self.q, self.k, self.v))
+        out, weights = self.attend(
+            *(q, k, v, attention_mask),
+            bias=lambda placed: shared(placed, position_bias, lambda: position_bias.bias_by_distance(placed)),
             scale=self.attention_head_size**-0.5,
             dropout=self.dropout.p,
             weights=output_attentions,
+            **kwargs,
         )
         own = self.o(out.flatten(2))
         return (own, weights) if weights is not None else (own,)
@@ -86,12 +86,12 @@ class DescribedMPNetEncoder(Described, MPNetEncoder):
     def compute_position_bias(
         self, x: Tensor, position_ids: Any = None, num_buckets: int = 32
     ) -> "DescribedMPNetEncoder":
-        """Described where rows are known."""
+        """Described where the tokens of a pass are known."""
         return self
 
-    def bias_by_distance(self, rows: Rows) -> DistanceBias:
+    def bias_by_distance(self, placed: Placed) -> DistanceBias:
         """From the one table; its 32 buckets up to 128 tokens are fixed, whatever the config says."""
-        return by_distance(self.relative_position_bucket, self.relative_attention_bias.weight, 128, rows)
+        return by_distance(self.relative_position_bucket, self.relative_attention_bias.weight, 128, placed)
 
 
 MPNetFamily.described = {MPNetSelfAttention: DescribedMPNetAttention, MPNetEncoder: DescribedMPNetEncoder}

@@ -8,7 +8,8 @@ from transformers.models.mpt.modeling_mpt import MptAttention
 
 from lengthwise.bias import LevelBias
 from lengthwise.model.families.base import AttentionRecord, HookedFamily, key_level_bias, sliced, split_heads
-from lengthwise.model.families.described import Described, Rows
+from lengthwise.model.families.described import Described, shared
+from lengthwise.model.families.swap import Placed
 
 
 class MptFamily(HookedFamily):
@@ -44,6 +45,8 @@ class MptFamily(HookedFamily):
 class DescribedMptAttention(Described, MptAttention):
     """MPT's attention whose bias is described: it goes on beyond max_seq_len."""
 
+    takes_runs = True
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -54,18 +57,21 @@ class DescribedMptAttention(Described, MptAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """As it was, but for the matrices of scores."""
         q, k, v = _qkv(self, hidden_states)
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
-        rows: Rows = attention_mask
-        bias = rows.bias(DescribedMptAttention, lambda: _level_bias(position_bias, rows))
         scale: Any = self.softmax_scale
-        out, _ = rows.attend(self, q, k, v, bias=bias, scale=scale, dropout=self.attn_dropout_p)
+        out, _ = self.attend(
+            *(q, k, v, attention_mask),
+            bias=lambda placed: shared(placed, MptAttention, lambda: _level_bias(position_bias, placed)),
+            scale=scale,
+            dropout=self.attn_dropout_p,
+            cache=past_key_values,
+            **kwargs,
+        )
         return self.out_proj(out.flatten(2)), None
 
 
-def _level_bias(alibi: Tensor, rows: Rows) -> LevelBias:
+def _level_bias(alibi: Tensor, placed: Placed) -> LevelBias:
     """Slope times distance in slots: MPT counts padding. Its tensor has 0 for the last key and -slope before it."""
-    query, key = (slots[:, None].double() for slots in (rows.layout.query, rows.layout.key))
+    query, key = (slots[:, None].double() for slots in (placed.layout.query, placed.layout.key))
     return LevelBias(query, key, -alibi[None, :, 0, -2:-1])
 
 

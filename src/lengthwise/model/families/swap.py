@@ -4,8 +4,8 @@
     model(...)
     swap.undo()
 
-`run(call)` gets what one layer knows of one forward pass, see `LayerCall`, and gives what `call.attend` gives. Queries
-and keys come to it unrotated, and not yet cached: `call.remember` does that.
+`run(call)` gets what one layer knows of one forward pass, see `LayerCall`, and gives what `call.run` gives. Queries
+and keys come to it unrotated, and not yet cached.
 
 How it gets there, without a change to the model's code:
 - a hook around the innermost transformers model makes one layout of the pass;
@@ -20,16 +20,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, EncoderDecoderCache, PreTrainedModel
 
-from lengthwise.bias import Bias, SumBias
-from lengthwise.encodings.base import State
-from lengthwise.model.attention import Output, lengthwise_attention
-from lengthwise.model.cache import cached_layout, cached_length, remember
+from lengthwise.bias import Bias
+from lengthwise.encodings import AttentionShape, Encoding
+from lengthwise.model.attention import CAPTURE, NAME, Output, attend_options, lengthwise_attention
+from lengthwise.model.cache import cached_layout, cached_length
+from lengthwise.model.encoded import encoded_attention
 from lengthwise.model.families.base import restore_implementations, set_implementation
 from lengthwise.model.layout import added_by, make_layout, with_mask
 from lengthwise.token_layout import Band, Slot, TokenLayout, Window
@@ -39,6 +40,9 @@ SWAPPED = "lengthwise_swapped"
 
 CACHES = ("past_key_values", "layer_past")
 """What attention modules call their cache."""
+
+Classes = Mapping[type[nn.Module], type[nn.Module]]
+"""Classes of modules, and those in their places."""
 
 Run = Callable[["LayerCall"], Output]
 """What is computed in the place of a layer's attention."""
@@ -51,6 +55,9 @@ Angles = Callable[[Any, "Placed", Waves], Waves | None]
 @dataclass(frozen=True, eq=False)
 class Placed:
     """What rides in the place of the mask: where the tokens of this pass stand, and how far a kind of layer sees."""
+
+    ndim: ClassVar[int] = 0
+    """Families look at the axes of a mask before they add to it."""
 
     layout: TokenLayout
     window: Window | None = None
@@ -69,6 +76,10 @@ class Placed:
             self.memo[key] = make()
         return self.memo[key]
 
+    def to(self, *args: Any, **kwargs: Any) -> "Placed":
+        """MPT makes its mask one of booleans."""
+        return self
+
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
@@ -83,7 +94,7 @@ class LayerCall:
     x: Tensor
     """What enters the attention module: (batch, token, width)."""
     layout: TokenLayout
-    """Of all keys that this layer has after `remember`."""
+    """Of all keys that this layer has once the new ones are cached."""
     placed: Placed
     """What all layers of the pass have in common."""
     cache: "NewTokens | None"
@@ -97,52 +108,56 @@ class LayerCall:
     turned: bool = False
     """Whether the module has turned queries and keys by the angles that it was given in the place of its own."""
 
-    def remember(self, k: Tensor, v: Tensor, state: State | None = None) -> tuple[Tensor, Tensor, State | None]:
-        """Cache new tokens; keys, values and state of all that there are."""
-        if self.cache is not None:
-            k, v, state = remember(self.cache.whole, self.cache.number, k, v, state)
-        # Without the room that a static cache has behind.
-        count = self.layout.key_count
-        if k.shape[2] > count:
-            k, v = k[:, :, :count], v[:, :, :count]
-            state = state and {name: numbers[:, :, :count] for name, numbers in state.items()}
-        return k, v, state
-
     @property
     def window(self) -> Window | None:
         """How far the layer sees by itself."""
         return self.placed.window
 
-    @property
-    def added(self) -> Bias | None:
-        """What an explicit mask of numbers adds."""
-        return self.placed.added
-
-    @property
-    def weights(self) -> bool:
-        """Whether the caller wants the weights of attention."""
-        return self.placed.weights
-
-    @property
     def new_tokens(self) -> TokenLayout:
         """The layout of the new tokens alone."""
         layout: TokenLayout = self.placed.once("new", self.placed.layout.new_tokens)
         return layout
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Output:
-        """`lw.attend` of all keys with the layer's own scale, window, softcap and sink, unless other ones are given."""
-        own: dict[str, Any] = {"scale": self.scale, "window": self.window, "softcap": self.softcap, "sink": self.sink}
-        options = own | options
-        if self.added is not None:
-            bias = options.get("bias")
-            options["bias"] = self.added if bias is None else SumBias((bias, self.added))
-        out, weights = lengthwise_attention(
-            self.module, q, k, v, None, layout=self.layout, output_attentions=self.weights, **options
-        )
+    def run(
+        self, encoding: Encoding, *, bias: Bias | None = None, window: Window | None = None, spread: int = 1
+    ) -> Output:
+        """The layer's attention with an encoding; a bias or a window that is given takes the place of its own."""
         observer = None if torch.compiler.is_compiling() else _observer.get()
-        if observer is not None:
-            observer(self, q, k, v, out, options)
-        return out, weights
+        return encoded_attention(
+            encoding,
+            self.x,
+            self.q,
+            self.k,
+            self.v,
+            module=self.module,
+            attention=lengthwise_attention if observer is None else self._reporting(observer),
+            implementation=NAME if observer is None else CAPTURE,
+            layout=self.layout,
+            new_tokens=self.new_tokens,
+            cache=None if self.cache is None else self.cache.whole,
+            layer=0 if self.cache is None else self.cache.number,
+            window=self.window if window is None else window,
+            scale=self.scale,
+            softcap=self.softcap,
+            sink=self.sink,
+            bias=bias,
+            added=self.placed.added,
+            turned=self.turned,
+            spread=spread,
+            output_attentions=self.placed.weights,
+        )
+
+    def _reporting(self, observer: "Observer") -> Callable[..., Output]:
+        def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: None, **options: Any) -> Output:
+            out, weights = lengthwise_attention(module, q, k, v, mask, **options)
+            observer(self, q, k, v, out, attend_options(options))
+            return out, weights
+
+        return attention
+
+
+PLAIN = Encoding(AttentionShape(1, 1, 1, 1))
+"""An encoding that does nothing, in layers of any shape."""
 
 
 def no_angles(module: Any, placed: Placed, own: Waves) -> None:
@@ -151,8 +166,7 @@ def no_angles(module: Any, placed: Placed, own: Waves) -> None:
 
 def as_before(call: LayerCall) -> Output:
     """What a layer computes by itself."""
-    k, v, _ = call.remember(call.k, call.v)
-    return call.attend(call.q, k, v)
+    return call.run(PLAIN)
 
 
 class NewTokens(Cache):
@@ -215,14 +229,17 @@ class Swap:
     """A model's attention with functions of ours in some layers; `undo` leaves the model as it was."""
 
     def __init__(
-        self, model: PreTrainedModel, runs: Mapping[int, Run], *, rotated: bool = False, angles: Angles = no_angles
+        self,
+        model: PreTrainedModel,
+        runs: Mapping[int, Run],
+        *,
+        rotated: bool = False,
+        angles: Angles = no_angles,
+        described: Classes | None = None,
     ) -> None:
-        self.model = model
-        modules = attention_modules(model)
+        self.model, described = model, described or {}
+        modules = attention_modules(model, described)
         self.owner = owner_of(model, modules)
-        self.causal = is_causal(next(iter(modules.values())))
-        self.names = tuple(inspect.signature(self.owner.forward).parameters)
-        self.windows: list[int | None] = _cached_windows(self.owner.config, len(modules))
         unknown = set(runs) - set(range(len(modules)))
         if unknown:
             raise ValueError(f"a layer must be one of 0 to {len(modules) - 1}, got {sorted(unknown)[0]}")
@@ -230,6 +247,10 @@ class Swap:
             raise ValueError(
                 f"{type(model).__name__} has attention of ours in place already; take it out first: lw.unfit(model)"
             )
+        self.classes = swap_classes(model, described)
+        self.causal = is_causal(next(iter(modules.values())))
+        self.names = tuple(inspect.signature(self.owner.forward).parameters)
+        self.windows: list[int | None] = _cached_windows(self.owner.config, len(modules))
         self.handles = [
             self.owner.register_forward_pre_hook(self.enter, with_kwargs=True),
             self.owner.register_forward_hook(self.leave, always_call=True),
@@ -246,6 +267,7 @@ class Swap:
         for handle in self.handles:
             handle.remove()
         restore_implementations(self.implementations)
+        restore_classes(self.classes)
         del self.owner._lengthwise_swap
 
     def enter(
@@ -272,9 +294,8 @@ class Swap:
             past=past,
             capacity=capacity,
             cached=cache is not None,
+            causal=self.causal,
         )
-        if not self.causal:
-            layout = replace(layout, causal=False, facts=None).with_facts()
         added = None
         if explicit is not None:
             layout = with_mask(layout, explicit, tokens.shape[0], explicit.shape[1], capacity)
@@ -312,7 +333,7 @@ class _LayerHook:
         given = dict(zip(self.names, args, strict=False)) | kwargs
         placed = given.get("attention_mask")
         if not isinstance(placed, Placed):
-            implementation = module.config._attn_implementation
+            implementation = getattr(getattr(module, "config", None), "_attn_implementation", SWAPPED)
             if implementation != SWAPPED:
                 raise ValueError(
                     f"attention of ours is in place, which needs the implementation {SWAPPED!r}, got "
@@ -384,13 +405,15 @@ def swapped_mask(
     local_size: int | None = None,
     config: Any = None,
     use_vmap: bool = False,
+    mask_function: Callable[..., Any] | None = None,
     **kwargs: Any,
 ) -> Placed | Tensor | None:
     """The layout of the pass, for one kind of layer; outside of one, where `generate` prepares it, the padding."""
     placed = _current.get()
     if placed is None:
         return attention_mask
-    if use_vmap:
+    # What is cut off, documents that are packed, is in the layout; what is added is known to nobody.
+    if use_vmap or "or_masks" in getattr(mask_function, "__qualname__", ""):
         raise NotImplementedError(
             f"{type(config).__name__} lays a mask of its own over the usual one, which is unknown"
         )
@@ -417,14 +440,34 @@ def _cached_windows(config: Any, count: int) -> list[int | None]:
 
 
 def swap_attention(
-    model: PreTrainedModel, runs: Mapping[int, Run], *, rotated: bool = False, angles: Angles = no_angles
+    model: PreTrainedModel,
+    runs: Mapping[int, Run],
+    *,
+    rotated: bool = False,
+    angles: Angles = no_angles,
+    described: Classes | None = None,
 ) -> Swap:
     """Put functions of ours in the place of the attention of some layers, by number.
 
     Layers without one compute what they did, and keep their own rotation; with `rotated` all layers keep it. `angles`
-    can give the others some to turn by, where that is what an encoding wants.
+    can give the others some to turn by, where that is what an encoding wants. `described` has classes that take such
+    functions in families with attention code of their own.
     """
-    return Swap(model, runs, rotated=rotated, angles=angles)
+    return Swap(model, runs, rotated=rotated, angles=angles, described=described)
+
+
+def swap_classes(model: nn.Module, others: Classes) -> list[tuple[Any, type[nn.Module]]]:
+    """Give modules other classes; the modules, each with the class that it had."""
+    before = [(module, type(module)) for module in model.modules() if type(module) in others]
+    for module, own in before:
+        module.__class__ = others[own]
+    return before
+
+
+def restore_classes(before: list[tuple[Any, type[nn.Module]]]) -> None:
+    """Undo `swap_classes`."""
+    for module, own in before:
+        module.__class__ = own
 
 
 def swap_of(model: nn.Module) -> Swap | None:
@@ -433,9 +476,18 @@ def swap_of(model: nn.Module) -> Swap | None:
     return next((module._lengthwise_swap for module in modules if hasattr(module, "_lengthwise_swap")), None)
 
 
-def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a model that call the attention interface, by name and in order."""
-    return {name: module for name, module in model.named_modules() if _calls_interface(type(module))}
+def attention_modules(model: nn.Module, described: Classes | None = None) -> dict[str, nn.Module]:
+    """The modules of a model that call the attention interface, or take functions of ours, by name and in order."""
+    others = described or {}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if _takes_runs(others.get(type(module), type(module))) or _calls_interface(type(module))
+    }
+
+
+def _takes_runs(kind: type) -> bool:
+    return getattr(kind, "takes_runs", False)
 
 
 def _calls_interface(kind: Any) -> bool:
@@ -446,7 +498,8 @@ def _calls_interface(kind: Any) -> bool:
 
 def is_causal(module: Any) -> bool:
     """Whether an attention module, under its config, sees no later tokens."""
-    return bool(getattr(module, "is_causal", True)) and getattr(module.config, "is_causal", True) is not False
+    config = getattr(module, "config", None)
+    return bool(getattr(module, "is_causal", True)) and getattr(config, "is_causal", True) is not False
 
 
 def owner_of(model: PreTrainedModel, modules: Mapping[str, nn.Module]) -> PreTrainedModel:

@@ -9,8 +9,9 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from transformers.models.umt5.modeling_umt5 import UMT5Attention
 
 from lengthwise.bias import Bias
-from lengthwise.model.families.described import BY_LAYER, Described, Rows, by_distance
+from lengthwise.model.families.described import BY_LAYER, Described, by_distance, shared
 from lengthwise.model.families.interface import InterfaceFamily
+from lengthwise.model.families.swap import Placed
 
 
 class DescribedT5(Described):
@@ -29,16 +30,16 @@ class DescribedT5(Described):
         self.__dict__["has_relative_attention_bias"] = value
 
     def compute_bias(self, *args: Any, **kwargs: Any) -> object:
-        """Described where rows are known."""
+        """Described where the tokens of a pass are known."""
         return BY_LAYER
 
-    def described_bias(self, rows: Rows) -> Bias | None:
+    def described_bias(self, placed: Placed) -> Bias | None:
         """By distance in slots: T5 counts padding."""
         if self.table is None:
             return None
-        return rows.bias(self.table, lambda: self.table.bias_by_distance(rows))
+        return shared(placed, self.table, lambda: self.table.bias_by_distance(placed))
 
-    def bias_by_distance(self, rows: Rows) -> Bias:
+    def bias_by_distance(self, placed: Placed) -> Bias:
         """From this layer's own table."""
         layer: Any = self
         own: dict[str, Any] = {} if isinstance(self, UMT5Attention) else self._bucket_options()
@@ -46,7 +47,7 @@ class DescribedT5(Described):
             lambda distance: layer._relative_position_bucket(distance, **own),
             layer.relative_attention_bias.weight,
             layer.relative_attention_max_distance,
-            rows,
+            placed,
         )
 
     def _bucket_options(self) -> dict[str, Any]:
