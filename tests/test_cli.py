@@ -256,6 +256,7 @@ DAMAGE = {
     "no weights": ("model.safetensors", lambda content: b""),
     "no object in the config": ("config.json", lambda content: b"[1]"),
     "another encoding": ("config.json", lambda content: content.replace(b'"alibi"', b"7")),
+    "weights of another width": ("config.json", lambda content: content.replace(b'"n_embd": 8', b'"n_embd": 16')),
     "half of the tokenizer": ("tokenizer.json", lambda content: content[: len(content) // 2]),
 }
 

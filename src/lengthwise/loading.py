@@ -200,7 +200,7 @@ def undamaged(checkpoint: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (AttributeError, LookupError, SafetensorError, StrictDataclassError, TypeError) as error:
+    except (AttributeError, LookupError, RuntimeError, SafetensorError, StrictDataclassError, TypeError) as error:
         fault = f"{type(error).__name__}: {_first_line(error)}"
         raise LoadError(f"{checkpoint!r} is damaged, or no checkpoint: {fault}") from error
 
