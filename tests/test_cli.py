@@ -256,6 +256,7 @@ DAMAGE = {
     "no weights": ("model.safetensors", lambda content: b""),
     "no object in the config": ("config.json", lambda content: b"[1]"),
     "another encoding": ("config.json", lambda content: content.replace(b'"alibi"', b"7")),
+    "weights of another width": ("config.json", lambda content: content.replace(b'"n_embd": 8', b'"n_embd": 16')),
     "half of the tokenizer": ("tokenizer.json", lambda content: content[: len(content) // 2]),
 }
 
@@ -274,8 +275,22 @@ def test_numbers_without_end_are_one_line(small_run, capsys):
     for option, value in (("--learning-rate", ".inf"), ("--weight-decay", ".nan"), ("--clip", ".inf")):
         line = failure_line(capsys, ["train", *small_run["train"], option, value])
         assert f"{option[2:].replace('-', '_')} must be a number" in line
-    line = failure_line(capsys, ["show", small_run["export"][0], "--layer", "1-99999999999"])
-    assert "layer must be numbers from 1 on" in line
+    for option, value, words in (
+        ("--layer", "1-99999999999", "layer must be numbers from 1 on"),
+        ("--length", "99999999999", "length must be at most 1,048,576 tokens, got 99,999,999,999"),
+    ):
+        assert words in failure_line(capsys, ["show", small_run["export"][0], option, value])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ('{"n_layers": 2}', "sizes must be options of LengthwiseConfig, such as n_layer, got 'n_layers'"),
+        ('{"n_layer": "two"}', "sizes must be of the types of LengthwiseConfig, got {'n_layer': 'two'}"),
+    ],
+)
+def test_sizes_that_are_none_are_one_line(sizes, words, small_run, capsys):
+    assert words in failure_line(capsys, ["train", *small_run["train"], "--dry-run", "--sizes", sizes])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

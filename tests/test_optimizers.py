@@ -70,6 +70,7 @@ def test_muon_has_all_matrices_of_the_blocks_and_nothing_of_an_encoding():
 def test_a_run_with_muon_that_was_stopped_is_the_run_that_was_not(tmp_path, world):
     options = {"optimizer": "muon", "encoding": "t5-clamped", "batch_tokens": 4 * 33, "sharded": world > 1}
     options |= {"learning_rate": 0.01, "encoding_learning_rate": 0.05}
+    options |= {"steps": 6, "checkpoint_every": 3, "evaluate_every": 3}
     whole = small_config(tmp_path, "whole", **options)
     assert in_processes(lambda: train(whole), world) == [0] * world
 
@@ -77,7 +78,7 @@ def test_a_run_with_muon_that_was_stopped_is_the_run_that_was_not(tmp_path, worl
         config = small_config(tmp_path, "stopped", **options)
         try:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("lengthwise.train.loop.micro_batches", failing_after(7))
+                patch.setattr("lengthwise.train.loop.micro_batches", failing_after(4))
                 train(config)
         except InterruptedError:
             return

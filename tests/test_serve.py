@@ -415,78 +415,80 @@ def test_an_error_in_the_middle_of_a_look_is_its_last_line(served, monkeypatch):
     assert b"Traceback" not in body
 
 
-@needs_chromium
-def test_in_a_browser_it_opens_on_heads_and_a_look_shows_progress_and_can_be_stopped(served, monkeypatch):
+@pytest.fixture
+def live(served):
+    """The served page in a browser of its own, once its first heads are drawn."""
+    own = Served(served.folder)
     with open_browser() as browser:
-        own = Served(served.folder)
         seen = Seen(browser, f"http://127.0.0.1:{own.port}/")
-        tab = seen.tab
-        tab.wait_for_selector("button.head")
+        seen.tab.wait_for_selector("button.head")
         seen.ready()
-        assert tab.inner_text("#title") == "cable (cable-tiny)"
-        assert tab.locator("button.head").count() == 3, "the last layer alone, to be quick"
-        assert tab.locator(".card.run").count() == 1
-        assert "step 1,200" in tab.inner_text(".card.run")
-        assert "<b>kerple</b>" in tab.inner_text(".card.study")
-        assert not tab.is_visible("#progress")
-
-        slow = Slow(monkeypatch)
-        tab.select_option("#first", "kerple-tiny")
-        tab.select_option("#layers", "all")
-        tab.click("#look")
-        tab.locator("#progress-text", has_text="1 of 2 layers").wait_for()
-        assert "kerple-tiny" in tab.inner_text("#progress")
-        tab.click("#stop")
-        tab.wait_for_selector("#progress", state="hidden")
-        assert not tab.is_visible("#message")
-        assert tab.inner_text("#title") == "cable (cable-tiny)", "what was there stays"
-        slow.gate.set()
-        tab.click("#look")
-        tab.locator("#title", has_text="kerple (kerple-tiny)").wait_for()
-        seen.ready()
-        assert tab.locator("button.head").count() == 6
+        yield own, seen
         seen.close()
-        own.close()
+    own.close()
 
 
 @needs_chromium
-def test_in_a_browser_a_text_is_typed_and_two_live_models_are_seen_cell_by_cell(served):
-    with open_browser() as browser:
-        own = Served(served.folder)
-        seen = Seen(browser, f"http://127.0.0.1:{own.port}/")
-        tab = seen.tab
-        tab.wait_for_selector("button.head")
-        seen.ready()
-        tab.select_option("#reads", "text")
-        tab.click("#look")
-        tab.wait_for_selector("#message:not([hidden])")
-        assert "must have at least one word" in tab.inner_text("#message")
-        seen.faults.clear()
-        tab.select_option("#first", "kerple-tiny")
-        tab.select_option("#second", "cable-tiny")
-        tab.fill("#words", HOSTILE * 9)
-        tab.select_option("#layers", "all")
-        tab.click("#look")
-        tab.locator("#title", has_text=" and ").wait_for()
-        seen.ready()
-        assert tab.inner_text("#title") == "kerple (kerple-tiny) and cable (cable-tiny)"
-        assert not tab.is_visible("#message")
-        tab.locator("#whats label:has(input[value=scores])").click()
-        seen.ready()
-        seen.go(600, 333)
-        model = LengthwiseForCausalLM.from_pretrained(served.folder / "kerple-tiny")
-        ids = torch.tensor([load_tokenizer("bytes")(HOSTILE * 9)["input_ids"]])
-        wanted = position_maps(model, ids, -1, "scores", resolution=ids.shape[1]).values[0, 600, 333]
-        # First the mean of a tile is shown; the single number comes from the server.
-        for _ in range(100):
-            if seen.read("scores") == pytest.approx(float(wanted), rel=1e-5):
-                break
-            tab.wait_for_timeout(100)
-        assert seen.read("scores") == pytest.approx(float(wanted), rel=1e-5)
-        assert "<b>kerple</b>" in tab.inner_text("#cards")
-        assert all(url.startswith(f"http://127.0.0.1:{own.port}/") for url in seen.requests)
-        own.close()
-        tab.click("#look")
-        tab.wait_for_selector("#message:not([hidden])")
-        assert "does not answer" in tab.inner_text("#message")
-        seen.close()
+def test_in_a_browser_it_opens_on_heads_and_a_look_shows_progress_and_can_be_stopped(live, monkeypatch):
+    _, seen = live
+    tab = seen.tab
+    assert tab.inner_text("#title") == "cable (cable-tiny)"
+    assert tab.locator("button.head").count() == 3, "the last layer alone, to be quick"
+    assert tab.locator(".card.run").count() == 1
+    assert "step 1,200" in tab.inner_text(".card.run")
+    assert "<b>kerple</b>" in tab.inner_text(".card.study")
+    assert not tab.is_visible("#progress")
+
+    slow = Slow(monkeypatch)
+    tab.select_option("#first", "kerple-tiny")
+    tab.select_option("#layers", "all")
+    tab.click("#look")
+    tab.locator("#progress-text", has_text="1 of 2 layers").wait_for()
+    assert "kerple-tiny" in tab.inner_text("#progress")
+    tab.click("#stop")
+    tab.wait_for_selector("#progress", state="hidden")
+    assert not tab.is_visible("#message")
+    assert tab.inner_text("#title") == "cable (cable-tiny)", "what was there stays"
+    slow.gate.set()
+    tab.click("#look")
+    tab.locator("#title", has_text="kerple (kerple-tiny)").wait_for()
+    seen.ready()
+    assert tab.locator("button.head").count() == 6
+
+
+@needs_chromium
+def test_in_a_browser_a_text_is_typed_and_two_live_models_are_seen_cell_by_cell(live):
+    own, seen = live
+    tab = seen.tab
+    tab.select_option("#reads", "text")
+    tab.click("#look")
+    tab.wait_for_selector("#message:not([hidden])")
+    assert "must have at least one word" in tab.inner_text("#message")
+    seen.faults.clear()
+    tab.select_option("#first", "kerple-tiny")
+    tab.select_option("#second", "cable-tiny")
+    tab.fill("#words", HOSTILE * 9)
+    tab.select_option("#layers", "all")
+    tab.click("#look")
+    tab.locator("#title", has_text=" and ").wait_for()
+    seen.ready()
+    assert tab.inner_text("#title") == "kerple (kerple-tiny) and cable (cable-tiny)"
+    assert not tab.is_visible("#message")
+    tab.locator("#whats label:has(input[value=scores])").click()
+    seen.ready()
+    seen.go(600, 333)
+    model = LengthwiseForCausalLM.from_pretrained(own.folder / "kerple-tiny")
+    ids = torch.tensor([load_tokenizer("bytes")(HOSTILE * 9)["input_ids"]])
+    wanted = position_maps(model, ids, -1, "scores", resolution=ids.shape[1]).values[0, 600, 333]
+    # First the mean of a tile is shown; the single number comes from the server.
+    for _ in range(100):
+        if seen.read("scores") == pytest.approx(float(wanted), rel=1e-5):
+            break
+        tab.wait_for_timeout(100)
+    assert seen.read("scores") == pytest.approx(float(wanted), rel=1e-5)
+    assert "<b>kerple</b>" in tab.inner_text("#cards")
+    assert all(url.startswith(f"http://127.0.0.1:{own.port}/") for url in seen.requests)
+    own.close()
+    tab.click("#look")
+    tab.wait_for_selector("#message:not([hidden])")
+    assert "does not answer" in tab.inner_text("#message")

@@ -332,13 +332,18 @@ def test_as_many_runs_train_at_a_time_as_there_are_cores_unless_told_otherwise(t
     assert parallel_jobs(small(tmp_path, jobs=6), seven) == 6
 
 
-ENDING = [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.prove)]
+ENDING = [
+    pytest.param(signal.SIGINT, ["alibi"], id="SIGINT"),
+    pytest.param(signal.SIGTERM, ["alibi", "learned"], id="SIGTERM"),
+    pytest.param(signal.SIGINT, ["alibi", "learned"], id="SIGINT to two", marks=pytest.mark.prove),
+    pytest.param(signal.SIGHUP, ["alibi", "learned"], id="SIGHUP", marks=pytest.mark.prove),
+]
 """SIGTERM and SIGHUP share a handler, which is tried on both below."""
 
 
-@pytest.mark.parametrize("number", ENDING, ids=lambda number: number.name)
-def test_a_signal_ends_all_runs_with_the_study_each_with_its_checkpoint(tmp_path, number):
-    config = small(tmp_path, steps=100_000, jobs=2)
+@pytest.mark.parametrize(("number", "encodings"), ENDING)
+def test_a_signal_ends_all_runs_with_the_study_each_with_its_checkpoint(tmp_path, number, encodings):
+    config = small(tmp_path, encodings=encodings, steps=100_000, jobs=2)
     # What a shell starts in the background is told to ignore Ctrl-C, and by nohup the rest; these tests may be such.
     heard = "import signal as s; s.signal(s.SIGINT, s.default_int_handler); s.signal(s.SIGHUP, s.SIG_DFL)"
     imports = "from lengthwise.study.config import *; from lengthwise.study import run_study"

@@ -51,6 +51,9 @@ INITIAL_LENGTH = 512
 
 _EXPECTED = "expected an encoding, a run, a checkpoint folder or a name on the hub"
 
+LONGEST = 2**20
+"""Tokens of a sample at most: no map of more can be drawn."""
+
 POOL_DOCUMENTS, POOL_CHARACTERS = 256, 2**24
 """A random document is drawn from the first so many of a split; a data set of the hub is never read to its end."""
 
@@ -201,7 +204,7 @@ def undamaged(checkpoint: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (AttributeError, LookupError, SafetensorError, StrictDataclassError, TypeError) as error:
+    except (AttributeError, LookupError, RuntimeError, SafetensorError, StrictDataclassError, TypeError) as error:
         fault = f"{type(error).__name__}: {_first_line(error)}"
         raise LoadError(f"{checkpoint!r} is damaged, or no checkpoint: {fault}") from error
 
@@ -306,6 +309,8 @@ def sample_tokens(
     """
     if length is not None or text is None:
         check_int("length", length)
+    if length is not None and length > LONGEST:
+        raise ValueError(f"length must be at most {LONGEST:,} tokens, got {length:,}")
     generator = torch.Generator().manual_seed(seed)
     tokenizer = loaded.tokenizer
     if tokenizer is None:

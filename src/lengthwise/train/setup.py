@@ -1,11 +1,13 @@
 """What a run has before its first step, made from its config: data and model; and the dry run, without them."""
 
+import dataclasses
 import os
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lengthwise.data import Split, Tokens, load_tokenizer, prepare
@@ -48,17 +50,26 @@ def model_config(
     """The model's config; the vocabulary is rounded up to 64, which suits matrix units: 50,257 is 50,304."""
     sizes = {"n_positions": config.length, "vocab_size": -(-vocabulary // 64) * 64} | (config.sizes or {})
     config_class = LengthwiseConfig if config.objective == "causal" else LengthwiseEncoderConfig
-    return config_class.preset(
-        config.preset,
-        encoding=config.encoding,
-        encoding_options=config.encoding_options,
-        share_encoding=config.share_encoding,
-        layers=config.layers,
-        bos_token_id=end,
-        eos_token_id=end,
-        pad_token_id=padding,
-        **sizes,
-    )
+    known = {field.name for field in dataclasses.fields(config_class)} | config_class.attribute_map.keys()
+    if unknown := [name for name in config.sizes or {} if name not in known]:
+        # transformers would take it, and nothing would come of it.
+        raise ValueError(f"sizes must be options of {config_class.__name__}, such as n_layer, got {unknown[0]!r}")
+    try:
+        return config_class.preset(
+            config.preset,
+            encoding=config.encoding,
+            encoding_options=config.encoding_options,
+            share_encoding=config.share_encoding,
+            layers=config.layers,
+            bos_token_id=end,
+            eos_token_id=end,
+            pad_token_id=padding,
+            **sizes,
+        )
+    except StrictDataclassError as error:
+        raise ValueError(
+            f"sizes must be of the types of {config_class.__name__}, got {config.sizes}: {error}"
+        ) from error
 
 
 def make_model(config: ResolvedTrainConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
