@@ -449,7 +449,7 @@ def draw(rows: list[dict[str, Any]], given: Assumptions, taken: dict[str, float]
     figure.legend(*handles, loc="outside lower center", ncols=3, frameon=False)
     shares = ", ".join(f"{getattr(given, f'{bias}_share'):.2f} ({bias})" for bias in BIASES)
     origin = "measured on a CPU" if taken else "assumed"
-    title = f"of the matrix products' rate: {shares}; content differs by {given.spread:.0f} nats; {origin}"
+    title = f"attention at {shares} of the matrix products' rate; content differs by {given.spread:.0f} nats; {origin}"
     figure.suptitle(title, fontsize=9)
     figure.savefig(HERE.parent / "docs/ring.png", dpi=130)
 

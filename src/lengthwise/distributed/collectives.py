@@ -60,10 +60,14 @@ class Transfer:
     """By the number of a chunk and by name."""
 
     def wait(self) -> dict[int, dict[str, Tensor]]:
-        """What was received, once it is there."""
+        """What was received, once it is there, and what was sent is away."""
         for work in self.works:
             work.wait()
-        return self.received
+        # Nothing is held here any more: what was sent is a copy, and who gets what was received decides when it goes.
+        received = dict(self.received)
+        for own in (self.works, self.sent, self.received):
+            own.clear()
+        return received
 
 
 def transfer(

@@ -302,7 +302,8 @@ def add_gradients(
     with torch.enable_grad():
         own_out, own_lse = call.attend(picked | leaves, block, sink=sink)
     share = (own_lse.detach() - lse).exp().masked_fill(own_lse == -math.inf, 0)
-    d_own_lse = share * (d_lse + (d_out * (own_out.detach() - out)).sum(-1))
+    d_share = (own_out.detach() - out).mul_(d_out).sum(-1)
+    d_own_lse = share * (d_lse + d_share)
     results = torch.autograd.grad(
         (own_out, own_lse),
         list(leaves.values()),
@@ -333,6 +334,7 @@ class _RingAttention(torch.autograd.Function):
             for block in plan.others:
                 if block.key in pieces:
                     add_output(call, total, named | pieces[block.key], block, exchange.place(block))
+            del pieces
         ctx.call, ctx.plan = call, plan
         ctx.save_for_backward(*tensors, *total)
         return total[0].to(q.dtype), total[1]
@@ -341,8 +343,8 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
         call, plan = ctx.call, ctx.plan
-        *tensors, out, lse = ctx.saved_tensors
-        named = {name: x.detach() for name, x in zip(call.axes, tensors, strict=True)}
+        *inputs, out, lse = ctx.saved_tensors
+        named = {name: x.detach() for name, x in zip(call.axes, inputs, strict=True)}
         wanted = [name for name, needed in zip(named, ctx.needs_input_grad[1:], strict=True) if needed]
         gradients = {name: torch.zeros_like(at_least_float32(named[name])) for name in wanted}
         of_own = {name: gradients[name] for name in call.of_keys if name in gradients}
@@ -361,11 +363,13 @@ class _RingAttention(torch.autograd.Function):
             }
             for block in plan.others:
                 if block.key in pieces:
-                    both = named | pieces[block.key], gradients | of_received[block.key]
-                    add_gradients(call, upstream, *both, block, exchange.place(block))
+                    tensors, into = named | pieces[block.key], gradients | of_received[block.key]
+                    add_gradients(call, upstream, tensors, into, block, exchange.place(block))
+                    del tensors, into
             if returning is not None:
                 exchange.add_returned(step - 1, returning, of_own)
             returning = exchange.send_gradients(step, of_received, of_own)
+            del pieces, of_received
         if returning is not None:
             exchange.add_returned(call.sequence.size - 1, returning, of_own)
         return None, *(gradients[name].to(x.dtype) if name in gradients else None for name, x in named.items())

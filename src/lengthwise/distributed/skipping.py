@@ -10,6 +10,7 @@ the scores of a tile is gathered before any key is sent.
 
 import math
 from collections.abc import Mapping
+from itertools import pairwise
 
 import torch
 from jaxtyping import Bool
@@ -18,11 +19,14 @@ from torch import Tensor
 from lengthwise.bias import at_least_float32, block_peaks
 from lengthwise.distributed.call import Block, RingCall
 from lengthwise.distributed.collectives import gather_all
+from lengthwise.distributed.sharding import Chunk
 
 TILES = 64
 """Into how many tiles a chunk is cut at most."""
 TILE_KEYS = 64
 """How many keys a tile has at least."""
+ROWS = 128
+"""For how many rows bounds are worked out at a time."""
 
 Peaks = dict[str, list[Tensor]]
 """What bounds the scores of the tiles of each chunk, by name and by the number of the chunk."""
@@ -92,14 +96,29 @@ def tiles_with_weight(
     `lse` is that of each row with its own chunk, and so at most that of all keys.
     """
     chunk = call.sequence.chunks[query]
-    picked = {name: x[call.index(name, x, query=chunk.own)] for name, x in named.items()}
-    positions = call.sequence.whole.query[:, chunk.slots]
+    # Some rows at a time: the bounds of all rows would take as much memory as their keys.
+    borders = [*range(chunk.first, chunk.stop, ROWS), chunk.stop]
+    parts = [_with_weight(call, chunk, slice(*rows), named, lse, peaks) for rows in pairwise(borders)]
+    return torch.cat(parts, 1)
+
+
+def _with_weight(
+    call: RingCall,
+    chunk: Chunk,
+    rows: slice,
+    named: Mapping[str, Tensor],
+    lse: Tensor,
+    peaks: Mapping[str, Tensor],
+) -> Bool[Tensor, "kv_head row tile"]:
+    own = chunk.local(rows)
+    picked = {name: x[call.index(name, x, query=own)] for name, x in named.items()}
+    positions = call.sequence.whole.query[:, rows]
     bias = call.described(picked, positions, positions)
     assert bias is not None
     lengths = at_least_float32(picked["q"]).norm(dim=-1) * abs(call.scale)
     content = lengths[..., None] * peaks["k"].repeat_interleave(call.heads_per_key, 1)[:, :, None]
     ceiling = bias.ceiling(peaks)
-    lse = lse[:, :, chunk.own, None]
+    lse = lse[:, :, own, None]
     # What the bound itself may be rounded down by: a few units in the last place of each of its numbers.
     unit = 8 * torch.finfo(lse.dtype).eps
     upper = content + ceiling + unit * (content + ceiling.abs())
