@@ -206,18 +206,19 @@ def rope_angles(module: Any, placed: Placed, own: Waves) -> Waves | None:
     # In half precision a module would round its angles, which `rope` does not.
     if held.by_module is None or cos.dtype not in (torch.float32, torch.float64):
         return None
-    rope: Rope = held.encoding
-
-    def waves() -> Waves | None:
-        query = placed.layout.query
-        new = tuple(x[:, 0].to(cos.dtype) for x in rope.waves(query, query))
-        pairs = new[0].shape[-1]
-        if cos.shape[-1] == 2 * pairs:
-            return torch.cat([new[0], new[0]], -1), torch.cat([new[1], new[1]], -1)
-        return (new[0], new[1]) if cos.shape[-1] == pairs else None
-
-    angles: Waves | None = placed.once((held.by_module, cos.shape), waves)
+    angles: Waves | None = placed.once(
+        (held.by_module, cos.shape), lambda: _waves_like(cos, held.encoding, placed.layout.query)
+    )
     return angles
+
+
+def _waves_like(cos: Tensor, rope: Rope, positions: Tensor) -> Waves | None:
+    """Cosine and sine of a rope, laid out as a module's own; None if that is in another manner."""
+    new = tuple(x[:, 0].to(cos.dtype) for x in rope.waves(positions, positions))
+    pairs = new[0].shape[-1]
+    if cos.shape[-1] == 2 * pairs:
+        return torch.cat([new[0], new[0]], -1), torch.cat([new[1], new[1]], -1)
+    return (new[0], new[1]) if cos.shape[-1] == pairs else None
 
 
 def _without_dropout(call: LayerCall) -> Output:

@@ -52,6 +52,26 @@ Angles = Callable[[Any, "Placed", Waves], Waves | None]
 """Cosine and sine by which a module is to turn, laid out as its own; None for no rotation."""
 
 
+Observer = Callable[["LayerCall", Tensor, Tensor, Tensor, Tensor, dict[str, Any]], None]
+"""Gets a call, the queries, keys and values that met, the output, and what else `attend` was given."""
+
+_observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Report every call of our attention, of passes that begin while the context is open."""
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
+
+
+def _observer_of_pass() -> Observer | None:
+    return None if torch.compiler.is_compiling() else _observer.get()
+
+
 @dataclass(frozen=True, eq=False)
 class Placed:
     """What rides in the place of the mask: where the tokens of this pass stand, and how far a kind of layer sees."""
@@ -67,6 +87,8 @@ class Placed:
     """Whether the caller wants the weights of attention."""
     memo: dict[Any, Any] = field(default_factory=dict)
     """What layers of this pass need not compute again; not in compiled graphs."""
+    observer: Observer | None = field(default_factory=_observer_of_pass)
+    """Who wants to know of every call."""
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """What `make` makes, once a pass for every key."""
@@ -122,7 +144,7 @@ class LayerCall:
         self, encoding: Encoding, *, bias: Bias | None = None, window: Window | None = None, spread: int = 1
     ) -> Output:
         """The layer's attention with an encoding; a bias or a window that is given takes the place of its own."""
-        observer = None if torch.compiler.is_compiling() else _observer.get()
+        observer = self.placed.observer
         return encoded_attention(
             encoding,
             self.x,
@@ -147,7 +169,7 @@ class LayerCall:
             output_attentions=self.placed.weights,
         )
 
-    def _reporting(self, observer: "Observer") -> Callable[..., Output]:
+    def _reporting(self, observer: Observer) -> Callable[..., Output]:
         def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: None, **options: Any) -> Output:
             out, weights = lengthwise_attention(module, q, k, v, mask, **options)
             observer(self, q, k, v, out, attend_options(options))
@@ -181,22 +203,6 @@ class NewTokens(Cache):
         """The new tokens as they are."""
         self.number = layer_idx
         return key_states, value_states
-
-
-Observer = Callable[[LayerCall, Tensor, Tensor, Tensor, Tensor, dict[str, Any]], None]
-"""Gets a call, the queries, keys and values that met, the output, and what else `attend` was given."""
-
-_observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
-
-
-@contextmanager
-def observed(observer: Observer) -> Iterator[None]:
-    """Report every call of our attention while the context is open."""
-    token = _observer.set(observer)
-    try:
-        yield
-    finally:
-        _observer.reset(token)
 
 
 class _Current:
@@ -330,7 +336,7 @@ class _LayerHook:
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Take the layout out of the mask's place, angles and cache out of the module's hands."""
-        given = dict(zip(self.names, args, strict=False)) | kwargs
+        given = dict(zip(self.names, args, strict=False)) | kwargs if args else kwargs
         placed = given.get("attention_mask")
         if not isinstance(placed, Placed):
             implementation = getattr(getattr(module, "config", None), "_attn_implementation", SWAPPED)
@@ -354,8 +360,7 @@ class _LayerHook:
         own, turned = given.get("position_embeddings"), False
         if own is not None and self.angles is not None:
             # Who observes wants queries and keys before and after.
-            seen = not torch.compiler.is_compiling() and _observer.get() is not None
-            angles = None if seen else self.angles(module, placed, own)
+            angles = None if placed.observer is not None else self.angles(module, placed, own)
             turned = angles is not None
             flat = angles or placed.once(own[0].shape, lambda: (torch.ones_like(own[0]), torch.zeros_like(own[1])))
             given["position_embeddings"] = flat
@@ -413,7 +418,8 @@ def swapped_mask(
     if placed is None:
         return attention_mask
     # What is cut off, documents that are packed, is in the layout; what is added is known to nobody.
-    if use_vmap or "or_masks" in getattr(mask_function, "__qualname__", ""):
+    joined = not torch.compiler.is_compiling() and "or_masks" in getattr(mask_function, "__qualname__", "")
+    if use_vmap or joined:
         raise NotImplementedError(
             f"{type(config).__name__} lays a mask of its own over the usual one, which is unknown"
         )
