@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from transformers import PreTrainedTokenizerFast
 
 from lengthwise.data import Batches
@@ -110,8 +109,8 @@ class Objective(ABC):
         """Of `count` sequences, the first of them number `first` since training began."""
 
     @abstractmethod
-    def loss(self, model: Any, *inputs: Any, ring: ProcessGroup | None = None) -> Float[Tensor, ""]:
-        """The sum of the losses, not the mean: the parts of a batch may differ in size. `ring` shares the sequences."""
+    def loss(self, model: Any, *inputs: Any, world: World) -> Float[Tensor, ""]:
+        """The sum of the losses, not the mean: the parts of a batch may differ in size."""
 
     @abstractmethod
     def held_out(self, model: LengthwisePreTrainedModel) -> HeldOut:
@@ -154,11 +153,11 @@ class TokenObjective(Objective):
             positions = rule.draw(first, count, config.length, seed=config.seed)
         return *self.rule.draw(ids, first, seed=config.seed), positions
 
-    def loss(self, model: Any, *inputs: Any, ring: ProcessGroup | None = None) -> Float[Tensor, ""]:
+    def loss(self, model: Any, *inputs: Any, world: World) -> Float[Tensor, ""]:
         """The sum over all targets."""
         read, labels, positions = inputs
-        if ring is not None:
-            return ring_loss(model, read, position_ids=positions, group=ring)
+        if world.ring is not None:
+            return ring_loss(model, read, position_ids=positions, group=world.ring)
         return model.loss(read, labels, position_ids=positions, reduction="sum")
 
     def held_out(self, model: LengthwisePreTrainedModel) -> HeldOut:
