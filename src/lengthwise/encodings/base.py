@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from lengthwise.bias import Bias, at_least_float32, without_autocast
-from lengthwise.errors import OptionError, check_flag, check_int, check_tensor, describe
+from lengthwise.errors import OptionError, check_choice, check_flag, check_int, check_tensor, describe
 from lengthwise.rescore import Rescore
 from lengthwise.token_layout import TokenLayout, Window
 
@@ -46,6 +46,9 @@ class Zone(NamedTuple):
     window: Window | None = None
     """None for that of the layer."""
 
+
+Sides = Literal["alike", "apart"]
+"""Two-sided: whether keys before a query and after it are treated alike, or told apart."""
 
 Hook = Literal["embed", "state", "rotate", "bias", "rescore", "logit_scale", "sink"]
 
@@ -255,6 +258,12 @@ class Encoding(nn.Module):
         """The shape it serves."""
         shape = self.shape
         return f"heads={shape.heads}, width={shape.width}, head_dim={shape.head_dim}, causal={shape.causal}"
+
+
+def are_apart(shape: AttentionShape, sides: Sides) -> bool:
+    """Whether the option `sides` tells left from right; under causality there is one side, and it changes nothing."""
+    check_choice("sides", sides, ("alike", "apart"), "Under causality there is one side, and it changes nothing.")
+    return sides == "apart" and not shape.causal
 
 
 def checked_tokens(x: Tokens, width: int) -> None:
