@@ -89,6 +89,13 @@ def decode_jobs(names: list[str], length: int) -> dict[str, Job]:
 
 def round_robin(jobs: dict[str, Job], rounds: int) -> dict[str, dict[str, float]]:
     """Median seconds and median ratio to encoding "none" of the same round."""
+    times = timed_in_turn(jobs, rounds)
+    ratios = {name: [t / base for t, base in zip(found, times[BASE], strict=True)] for name, found in times.items()}
+    return {name: {"seconds": median(times[name]), "ratio": median(ratios[name])} for name in jobs}
+
+
+def timed_in_turn(jobs: dict[str, Job], rounds: int) -> dict[str, list[float]]:
+    """The seconds of every job in every round, after one that does not count."""
     for job in jobs.values():
         job()
     times: dict[str, list[float]] = {name: [] for name in jobs}
@@ -97,8 +104,7 @@ def round_robin(jobs: dict[str, Job], rounds: int) -> dict[str, dict[str, float]
             start = time.perf_counter()
             job()
             times[name].append(time.perf_counter() - start)
-    ratios = {name: [t / base for t, base in zip(found, times[BASE], strict=True)] for name, found in times.items()}
-    return {name: {"seconds": median(times[name]), "ratio": median(ratios[name])} for name in jobs}
+    return times
 
 
 def memory(name: str, length: int) -> float:

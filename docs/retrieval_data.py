@@ -3,7 +3,8 @@
     msmarco.jsonl      {"query", "positive", "negatives"} a line: --objective contrastive --data msmarco.jsonl
     mldr-en/           corpus.jsonl, queries.jsonl, qrels/test.tsv: evaluate --retrieval --retrieval-set mldr-en
 
-Needs the network and `pip install "lengthwise[data]"`; no test does. Both data sets have licences of their own.
+The data of configs/retrieval/msmarco-base-512.yaml and configs/studies/mldr-en.yaml. Needs the network and
+`pip install "lengthwise[data]"`; tests have a stand-in. Both data sets have licences of their own.
 """
 
 import gzip
@@ -17,7 +18,7 @@ TRIPLETS = 500_000
 
 
 def write_msmarco(path: Path) -> None:
-    """The first triplets with negatives by BM25."""
+    """The first triplets, with a negative by BM25 each; which negatives the CABLE paper has is not known."""
     from datasets import load_dataset
 
     rows = load_dataset("sentence-transformers/msmarco-bm25", "triplet", split="train", streaming=True)
@@ -54,7 +55,12 @@ def hub_rows(name: str) -> Iterator[dict]:
         yield from map(json.loads, file)
 
 
-if __name__ == "__main__":
-    target = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
+def main(target: Path) -> None:
+    """Both into one folder."""
+    target.mkdir(parents=True, exist_ok=True)
     write_msmarco(target / "msmarco.jsonl")
     write_mldr(target / "mldr-en")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "."))

@@ -125,3 +125,17 @@ def test_the_usual_ways_must_give_our_output_and_gradients_before_they_are_timed
     monkeypatch.setitem(module.RIVALS, "dense eager", broken)
     with pytest.raises(AssertionError, match="dense eager and Lengthwise differ"):
         list(rivals.slow("train", 48, "t5", 2))
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(
+    ("what", "targets"),
+    [("train", {"cable / none", "cable / transformers BERT, sdpa"}), ("padding", {"cable, unpadded / cable, padded"})],
+)
+def test_the_benchmark_of_encoders_runs_to_its_end_and_has_its_targets(what, targets):
+    command = [sys.executable, "benchmarks/encoder.py", what, "--quick", "--encodings", "none", "cable"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert targets <= {row.get("target") for row in rows}
+    assert all(row["seconds"]["median"] > 0 for row in rows if "rival" in row)

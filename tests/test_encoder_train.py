@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from train_kit import assert_same_run, in_processes, numbers, small_config
+from train_kit import assert_same_run, in_processes, small_config
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
 from lengthwise.cli import main
@@ -16,7 +16,10 @@ from lengthwise.data.tokenizers import load_tokenizer, surrounding_tokens, with_
 from lengthwise.evaluate.retrieval import text_vectors
 from lengthwise.model import LengthwiseEncoder, LengthwiseForMaskedLM
 from lengthwise.runs import Run, RunWriter
+from lengthwise.testing import assert_near
 from lengthwise.train import TrainConfig, train
+from lengthwise.train.distributed import join_processes
+from lengthwise.train.loop import SummedLoss, make_objective, micro_batches
 from lengthwise.train.objectives import MaskedTokens
 from lengthwise.train.setup import dry_run
 
@@ -154,10 +157,11 @@ def contrastive_config(tmp_path, name: str = "pairs", **changes: object) -> Trai
     return TrainConfig(**(options | changes))
 
 
-@pytest.mark.parametrize("pooling", ["mean", "first"])
-def test_contrastive_training_brings_queries_to_their_documents_and_resumes(tmp_path, pooling):
+@pytest.mark.parametrize(("pooling", "processes"), [("mean", 2), ("first", 1)])
+def test_contrastive_training_brings_queries_to_their_documents_and_resumes(tmp_path, pooling, processes):
     config = contrastive_config(tmp_path, pooling=pooling)
-    whole = train(config)
+    assert in_processes(lambda: train(config), processes) == [0] * processes
+    whole = Run(config.out)
     losses = [line["loss"] for line in whole.metrics]
     assert losses[-1] < losses[0]
     assert whole.metrics[-1]["held_out"].keys() == {"24"}
@@ -168,10 +172,10 @@ def test_contrastive_training_brings_queries_to_their_documents_and_resumes(tmp_
         RunWriter.log = lambda self, line: (log(self, line), line["step"] == 6 and os.kill(os.getpid(), 9))
         train(stopped)
 
-    in_processes(die)
-    again = train(dataclasses.replace(stopped, resume=True))
-    assert numbers(again) == numbers(whole)
-    assert_same_run(again, whole)
+    in_processes(die, processes)
+    assert not Run(stopped.out).is_finished
+    assert in_processes(lambda: train(dataclasses.replace(stopped, resume=True)), processes) == [0] * processes
+    assert_same_run(Run(stopped.out), whole)
     model = AutoModel.from_pretrained(whole.final)
     assert isinstance(model, LengthwiseEncoder)
     assert model.config.pooling == pooling
@@ -183,6 +187,36 @@ def test_contrastive_training_brings_queries_to_their_documents_and_resumes(tmp_
     assert surrounding_tokens(tokenizer) == (([256], []) if pooling == "first" else ([], []))
 
 
+def test_two_processes_have_the_loss_and_gradients_of_one_with_all_pairs(tmp_path):
+    config = contrastive_config(tmp_path, batch_tokens=7 * 24, hard_negatives=2)
+    rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row["negatives"] = row["negatives"][: number % 3]  # parts of other sizes, in queries and in negatives
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    resolved = config.resolved()
+
+    def gradients(name: str) -> None:
+        with join_processes(resolved) as world:
+            objective = make_objective(resolved)
+            model = objective.make_model().double()  # a sum that nearly cancels has no digits left in float32
+            summed = world.wrap(SummedLoss(model, objective, world), model.h, torch.float32).train()
+            ((inputs, _),) = micro_batches(resolved, objective, 1, world)
+            loss = summed(*inputs)
+            (loss * world.size).backward()
+            total = world.sum(loss.detach().clone())
+            held_out = objective.held_out(model).losses(summed, world, torch.float32)
+            values = {"loss": total, "held out": torch.tensor(held_out["24"])}
+            if world.is_first:
+                torch.save(values | {name: p.grad for name, p in model.named_parameters()}, tmp_path / name)
+
+    assert in_processes(lambda: gradients("one")) == [0]
+    assert in_processes(lambda: gradients("two"), 2) == [0, 0]
+    one, two = (torch.load(tmp_path / name) for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        assert_near(two[name], value, name)
+
+
 @pytest.mark.parametrize("pooling", ["mean", "first"])
 def test_a_final_folder_loads_in_sentence_transformers_as_it_is(tmp_path, pooling):
     library = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed: retrieval")
@@ -190,7 +224,7 @@ def test_a_final_folder_loads_in_sentence_transformers_as_it_is(tmp_path, poolin
     theirs = library.SentenceTransformer(str(run.final), device="cpu")
     texts = ["bab dir fon", "a longer text " * 9, "x"]
     model, tokenizer = AutoModel.from_pretrained(run.final), AutoTokenizer.from_pretrained(run.final)
-    ours = text_vectors(model.eval(), tokenizer, [tokenizer(text)["input_ids"] for text in texts], pooling=pooling)
+    ours = text_vectors(model.eval(), [tokenizer(text)["input_ids"] for text in texts], pooling=pooling)
     assert np.abs(theirs.encode(texts) - ours.numpy()).max() < 1e-5
 
 

@@ -27,6 +27,13 @@ VARIANTS = [
     ("rope+fox+ssmax+sink", {}),
 ]
 CASES = [(name, {}) for name in lw.ENCODINGS] + VARIANTS
+OTHER_SIDES = [
+    *((name, {"sides": "apart"}) for name in ("kerple", "kerple-power", "fire")),
+    *((name, {"sides": "alike"}) for name in ("t5", "t5-clamped", "cable", "cable-nw", "k-cable")),
+    ("alibi", {"sides": "apart", "learned": True}),
+]
+SIDES_LAWS = ("sides_are_as_declared", "padding_changes_nothing", "agrees_with_reference", "gradients_are_right")
+"""Those that run in `make test` on the sides that are not the default."""
 
 
 def case_id(value: object) -> str:
@@ -57,15 +64,48 @@ def test_every_encoding_obeys_every_law_under_every_backend(law, name, options, 
     obey(law, subject)
 
 
-@pytest.mark.parametrize("backend", TRIED)
-@pytest.mark.parametrize("name", [name for name, cls in lw.ENCODINGS.items() if cls.two_sided])
-@pytest.mark.parametrize("law", LAWS, ids=case_id)
-def test_two_sided_forms_obey_the_laws_that_are_not_about_time(law, name, backend):
-    subject = Subject(name, backend=backend, causal=False)
+def obey_two_sided(law, name, options, backend):
+    subject = Subject(name, options, backend, causal=False)
     if refuses(subject):
         assert_only_sdpa_refuses(name, backend)
         pytest.skip("SDPA can neither rescore nor take a sink")
     obey(law, subject)
+
+
+@pytest.mark.parametrize("backend", TRIED)
+@pytest.mark.parametrize("name", [name for name, cls in lw.ENCODINGS.items() if cls.two_sided])
+@pytest.mark.parametrize("law", LAWS, ids=case_id)
+def test_two_sided_forms_obey_the_laws_that_are_not_about_time(law, name, backend):
+    obey_two_sided(law, name, {}, backend)
+
+
+@pytest.mark.parametrize("law", [law for law in LAWS if law.__name__ in SIDES_LAWS], ids=case_id)
+@pytest.mark.parametrize(("name", "options"), OTHER_SIDES, ids=case_id)
+def test_sides_that_are_not_the_default_obey_the_laws(law, name, options):
+    obey_two_sided(law, name, options, "auto")
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("backend", TRIED)
+@pytest.mark.parametrize(("name", "options"), OTHER_SIDES, ids=case_id)
+@pytest.mark.parametrize("law", LAWS, ids=case_id)
+def test_sides_that_are_not_the_default_obey_every_law(law, name, options, backend):
+    obey_two_sided(law, name, options, backend)
+
+
+def test_every_encoding_with_sides_is_tried_with_the_others_than_its_own():
+    assert {name for name, _ in OTHER_SIDES} == {name for name, cls in lw.ENCODINGS.items() if "sides" in cls.options()}
+    for name, options in OTHER_SIDES:
+        own, other = (Subject(name, given, causal=False).encoding() for given in ({}, options))
+        assert own.symmetric != other.symmetric, name
+        causal = Subject(name, options).encoding()
+        assert {n: p.shape for n, p in causal.named_parameters()} == {
+            n: p.shape for n, p in Subject(name, options | {"sides": "alike"}).encoding().named_parameters()
+        }, "under causality there is one side"
+    with pytest.raises(ValueError, match="sides='apart' must be learned, got learned=False"):
+        Subject("alibi", {"sides": "apart"}, causal=False).encoding()
+    with pytest.raises(ValueError, match="sides must be 'alike' or 'apart', got 'both'"):
+        Subject("kerple", {"sides": "both"}).encoding()
 
 
 @pytest.mark.parametrize("name", lw.ENCODINGS)

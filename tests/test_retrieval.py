@@ -1,7 +1,12 @@
 """Retrieval by length: the set that every Python has, the metrics, BM25, pseudo-perplexity, and what is refused."""
 
+import gzip
 import json
 import math
+import runpy
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,15 +15,22 @@ from encoder_kit import loud_encoder, mask_tokenizer
 from train_kit import share_kernel
 
 from lengthwise.cli import main
-from lengthwise.data.retrieval import Document, RetrievalError, RetrievalSet, query_tokens, retrieval_set
-from lengthwise.data.tokenizers import load_tokenizer
+from lengthwise.data.retrieval import (
+    Document,
+    EncodedSet,
+    RetrievalError,
+    RetrievalSet,
+    TextEncoder,
+    retrieval_set,
+    training_pairs,
+)
+from lengthwise.data.tokenizers import load_tokenizer, with_start_token
 from lengthwise.evaluate.corpus import Corpus
 from lengthwise.evaluate.masked import EVERY, masked_places, score_masked_lengths
 from lengthwise.evaluate.retrieval import (
     RetrievalScore,
     RetrievalTable,
     bm25,
-    documents_at,
     pooling_of,
     rank_metrics,
     score_bm25,
@@ -26,7 +38,6 @@ from lengthwise.evaluate.retrieval import (
     text_vectors,
 )
 from lengthwise.loading import LoadedModel
-from lengthwise.model import LengthwiseForMaskedLM
 from lengthwise.testing import assert_near
 
 
@@ -46,16 +57,20 @@ def test_docstrings_are_cut_out_of_their_documents(stdlib):
     assert retrieval_set("stdlib") == stdlib, "the same every time"
 
 
+def decoded(ids) -> str:
+    return bytes(ids.tolist()).decode()
+
+
 def test_a_document_has_every_length_around_its_place_grown_with_filler_where_it_is_short():
-    tokenizer = load_tokenizer("bytes")
+    encoder = TextEncoder(load_tokenizer("bytes"))
     document = Document("a", "0123456789", place=6)
-    windows = {n: bytes(document.tokens(tokenizer, n)).decode() for n in (2, 4, 10)}
+    windows = {n: decoded(encoder.document(document, n)) for n in (2, 4, 10)}
     assert windows == {2: "56", 4: "4567", 10: "0123456789"}
-    grown = bytes(document.tokens(tokenizer, 200)).decode()
+    grown = decoded(encoder.document(document, 200))
     assert len(grown) == 200
     assert "0123456789" in grown
     assert grown.replace("0123456789", "").count("says nothing") >= 2
-    assert bytes(Document("b", "0123456789").tokens(tokenizer, 4)).decode() == "0123"
+    assert decoded(encoder.document(Document("b", "0123456789"), 4)) == "0123"
 
 
 def test_rank_metrics_are_those_of_a_hand():
@@ -86,15 +101,20 @@ def loaded(encoding: str, **changes: object) -> LoadedModel:
 
 
 def test_queries_are_scored_at_every_length_and_an_encoding_that_ends_is_refused_by_name(tmp_path):
-    corpus, lengths = small_set(), [16, 64, 128]
-    scores = [score for name in ("alibi", "learned") for score in score_retrieval(loaded(name), corpus, lengths)]
-    scores += score_bm25(mask_tokenizer(), corpus, lengths)
+    texts, lengths = EncodedSet(small_set(), mask_tokenizer()), [16, 64, 128]
+    scores = [score for name in ("alibi", "learned") for score in score_retrieval(loaded(name), texts, lengths)]
+    scores += score_bm25(texts, lengths)
     table = RetrievalTable(scores)
     assert table.names == ["alibi", "learned", "BM25"]
     assert "64" in str(table.scores[5].refused)
     assert [score.refused is None for score in table.scores] == [True] * 5 + [False] + [True] * 3
     assert table.rows()[2][-1] == "-"
     assert table.value("BM25", 16) > 0.9
+    head, *rows = table.difference_rows()
+    assert head == ["nDCG@10 above alibi", "16", "64", "128"]
+    assert [row[0] for row in rows] == ["learned", "BM25"]
+    assert rows[0][3] == "-"
+    assert float(rows[1][1].split()[0]) == pytest.approx(table.value("BM25", 16) - table.value("alibi", 16), abs=5e-4)
     value, interval = table.change("alibi", 128, 16)
     assert interval.low <= value <= interval.high
     assert value == pytest.approx(table.value("alibi", 128) - table.value("alibi", 16))
@@ -111,8 +131,8 @@ def test_vectors_do_not_depend_on_the_texts_beside_them():
     one = loaded("cable")
     texts = [[5, 9, 14], [7] * 30, [8, 3, 9, 27, 44, 6, 13]]
     for pooling in ("mean", "first"):
-        together = text_vectors(one.model, one.tokenizer, texts, pooling=pooling)
-        alone = torch.cat([text_vectors(one.model, one.tokenizer, [text], pooling=pooling) for text in texts])
+        together = text_vectors(one.model, texts, pooling=pooling)
+        alone = torch.cat([text_vectors(one.model, [text], pooling=pooling) for text in texts])
         assert_near(together, alone, pooling)
         assert torch.allclose(together.norm(dim=1), torch.ones(3))
 
@@ -127,6 +147,10 @@ def test_pooling_is_read_from_sentence_transformers_files(tmp_path):
     (tmp_path / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode": "max"}))
     with pytest.raises(ValueError, match="pooled by the mean or from the first token"):
         pooling_of(tmp_path, model)
+    dense = [{"type": "sentence_transformers.models.Transformer"}, {"type": "sentence_transformers.models.Dense"}]
+    (tmp_path / "modules.json").write_text(json.dumps(dense))
+    with pytest.raises(ValueError, match=r"pooled and normed tokens, got .* with sentence_transformers\.models\.Dense"):
+        pooling_of(tmp_path, model)
 
 
 def test_sets_that_nothing_can_be_retrieved_from_are_named(tmp_path):
@@ -137,7 +161,7 @@ def test_sets_that_nothing_can_be_retrieved_from_are_named(tmp_path):
         RetrievalSet("set", [], documents, [], [])
     empty = RetrievalSet("set", ["what"], [Document("a", "")], [frozenset({0})], ["g"])
     with pytest.raises(RetrievalError, match="a document at every length, got set with none at 16"):
-        documents_at(empty, mask_tokenizer(), 16)
+        EncodedSet(empty, mask_tokenizer()).documents(16)
     with pytest.raises(RetrievalError, match=r"must be 'stdlib' or a folder with corpus.jsonl"):
         retrieval_set(str(tmp_path))
 
@@ -155,6 +179,12 @@ def test_a_folder_as_beir_has_it_is_a_set(tmp_path):
     assert found.documents[0].text == "Crows\nThey fly."
     (tmp_path / "qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\nq1\td9\t1\n")
     with pytest.raises(RetrievalError, match="got 'd9'"):
+        retrieval_set(str(tmp_path))
+    (tmp_path / "qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\nq1 d2 1\n")
+    with pytest.raises(RetrievalError, match=r"query, document and score a line .*, got 'q1 d2 1' in line 2"):
+        retrieval_set(str(tmp_path))
+    (tmp_path / "corpus.jsonl").write_text('{"_id": "d1"}\n')
+    with pytest.raises(RetrievalError, match="one JSON object with _id and text a line, got another in line 1"):
         retrieval_set(str(tmp_path))
 
 
@@ -226,5 +256,47 @@ def test_a_masked_model_without_a_mask_token_is_refused(tmp_path, capsys):
 
 def test_a_query_has_the_tokenizer_s_own_tokens_around_it():
     tokenizer = load_tokenizer("bytes")
-    assert query_tokens(tokenizer, "ab" * 100) == [97, 98] * 32
-    assert isinstance(loud_encoder("alibi"), LengthwiseForMaskedLM)
+    assert TextEncoder(tokenizer).query("ab" * 100) == [97, 98] * 32
+    encoder = TextEncoder(with_start_token(tokenizer))
+    assert encoder.query("ab" * 100) == [256, *[97, 98] * 31, 97]
+    document = Document("a", "0123456789", place=6)
+    assert encoder.document(document, 5).tolist() == [256, *b"4567"]
+
+
+def hub_stand_in(folder, monkeypatch) -> None:
+    """A few rows of MS MARCO and of MLDR as the hub has them, behind the functions that download them."""
+    answer = {"docid": "doc-en-1", "text": "Ships sail."}
+    files = {
+        "corpus": [{"docid": "doc-en-0", "text": "Crows fly."}, answer],
+        "test": [
+            {"query_id": "q-en-7", "query": "who sails?", "positive_passages": [answer], "negative_passages": []},
+        ],
+    }
+    for name, rows in files.items():
+        with gzip.open(folder / f"{name}.jsonl.gz", "wt", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    triplets = [{"query": f"q{i}", "positive": f"p{i}", "negative": f"n{i}"} for i in range(50)]
+
+    def load_dataset(name, subset, *, split, streaming):
+        assert (name, subset, split, streaming) == ("sentence-transformers/msmarco-bm25", "triplet", "train", True)
+        return iter(triplets)
+
+    def download(repository, path, *, repo_type):
+        assert (repository, repo_type) == ("Shitao/MLDR", "dataset")
+        assert path.startswith("mldr-v1.0-en/")
+        return str(folder / path.removeprefix("mldr-v1.0-en/"))
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+
+
+def test_the_recipe_for_the_hub_s_data_writes_what_training_and_retrieval_read(tmp_path, monkeypatch):
+    hub_stand_in(tmp_path, monkeypatch)
+    script = runpy.run_path(str(Path(__file__).parents[1] / "docs/retrieval_data.py"))
+    script["main"](tmp_path / "data")
+    pairs = training_pairs(str(tmp_path / "data/msmarco.jsonl"), "all")
+    assert [(p.query, p.positive.text, *(n.text for n in p.negatives)) for p in pairs[:1]] == [("q0", "p0", "n0")]
+    assert len(pairs) == 50
+    corpus = retrieval_set(str(tmp_path / "data/mldr-en"))
+    assert (corpus.name, corpus.queries, corpus.relevant) == ("mldr-en", ["who sails?"], [frozenset({1})])
+    assert [document.text for document in corpus.documents] == ["Crows fly.", "Ships sail."]

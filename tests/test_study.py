@@ -147,8 +147,10 @@ def test_seeds_stand_beside_each_other_and_hypotheses_are_judged_by_their_interv
     assert titles[:4] == ["Summary", "Rise on the same tokens", "Seeds", "Hypotheses"]
     undecided = JudgedHypothesis("alibi", "at_most", 0.5, [0.4, 0.6], Interval(0.3, 0.7))
     assert undecided.verdict == "not decided"
-    with pytest.raises(ValueError, match="'at_most' or 'above' a number, got"):
+    with pytest.raises(ValueError, match=r"must be one of 'at_most', .* and a number, got \['below'\]"):
         study_runs(small(tmp_path, hypotheses={"alibi": {"below": 1.0}}))
+    with pytest.raises(ValueError, match="ndcg_below is a hypothesis on retrieval, got a study without --retrieval"):
+        study_runs(small(tmp_path, hypotheses={"alibi": {"ndcg_below": 0.0}}))
 
 
 def test_a_run_that_fails_is_reported_and_the_rest_goes_on_and_later_it_is_tried_again(tmp_path, in_process):

@@ -12,21 +12,30 @@ import lengthwise as lw
 INTERLEAVED = [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3, 2**-5]
 
 
-def alibi(encoding, causal, slopes="geometric", learned=False):
+def alibi(encoding, causal, slopes="geometric", learned=False, sides="alike"):
     slope = [2 ** (-8 * h / 7) for h in range(1, 8)] if slopes == "geometric" else INTERLEAVED
-    if learned:
+    if learned and (causal or sides == "alike"):
         slope = [math.exp(number) for number in numbers(encoding.log_slope)]
+    if sides == "apart" and not causal:
+        both = [[math.exp(number) for number in row] for row in numbers(encoding.log_slope)]
+        return lambda h, query, key, last: -both[h][key > query] * abs(query - key)
     return lambda h, query, key, last: -slope[h] * abs(query - key)
 
 
-def kerple(encoding, causal):
+def of_sides(encoding, causal, sides, value):
+    """A function of p, a and distance whose numbers are those of the key's side, where it has two."""
     p, a = numbers(encoding.p), numbers(encoding.a)
-    return lambda h, query, key, last: -p[h] * math.log(1 + a[h] * abs(query - key))
+    if causal or sides == "alike":
+        p, a = ([[number] * 2 for number in every] for every in (p, a))
+    return lambda h, query, key, last: value(p[h][key > query], a[h][key > query], abs(query - key))
 
 
-def kerple_power(encoding, causal):
-    p, a = numbers(encoding.p), numbers(encoding.a)
-    return lambda h, query, key, last: -a[h] * abs(query - key) ** p[h]
+def kerple(encoding, causal, sides="alike"):
+    return of_sides(encoding, causal, sides, lambda p, a, distance: -p * math.log(1 + a * distance))
+
+
+def kerple_power(encoding, causal, sides="alike"):
+    return of_sides(encoding, causal, sides, lambda p, a, distance: -a * distance**p)
 
 
 def sandwich(encoding, causal, dim=128):
@@ -43,7 +52,7 @@ def bam(encoding, causal, learned="shape"):
     return lambda h, query, key, last: -((abs((key - query - location[h]) * scale[h]) + 1e-5) ** shape[h])
 
 
-def fire(encoding, causal, threshold):
+def fire(encoding, causal, threshold, sides="alike"):
     c, limit = abs(encoding.c.item()), abs(encoding.multiplier.item() * threshold)
     (w1, b1), (w2, b2) = ([numbers(p) for p in layer.parameters()] for layer in (encoding.into, encoding.out))
 
@@ -52,16 +61,18 @@ def fire(encoding, causal, threshold):
 
     def value(h, query, key, last):
         furthest = query if causal else max(query, last - query)
-        relative = psi(abs(query - key)) / (psi(max(limit, furthest)) + 1e-6)
+        sign = -1 if sides == "apart" and key > query else 1
+        relative = sign * psi(abs(query - key)) / (psi(max(limit, furthest)) + 1e-6)
         hidden = [max(0.0, w * relative + bias) for (w,), bias in zip(w1, b1, strict=True)]
         return dot(w2[h], hidden) + b2[h]
 
     return value
 
 
-def t5(encoding, causal, buckets=32, max_distance=128):
+def t5(encoding, causal, buckets=32, max_distance=128, sides="apart"):
     table = numbers(encoding.table)
-    side = buckets if causal else buckets // 2
+    one = causal or sides == "alike"
+    side = buckets if one else buckets // 2
     exact = side // 2
 
     def bucket(distance):
@@ -71,11 +82,13 @@ def t5(encoding, causal, buckets=32, max_distance=128):
         grown = math.log(distance / exact) / math.log(max_distance / exact) * (side - exact) + 1e-9
         return min(exact + math.floor(grown), side - 1)
 
-    return lambda h, query, key, last: table[bucket(abs(query - key)) + (side if key > query else 0)][h]
+    return lambda h, query, key, last: table[bucket(abs(query - key)) + (side if key > query and not one else 0)][h]
 
 
-def t5_clamped(encoding, causal, reach=256):
+def t5_clamped(encoding, causal, reach=256, sides="apart"):
     table = numbers(encoding.table)
+    if sides == "alike":
+        return lambda h, query, key, last: table[h][min(abs(query - key), reach)]
     return lambda h, query, key, last: table[h][min(max(query - key, -reach), reach) + (0 if causal else reach)]
 
 
@@ -95,6 +108,13 @@ OF_POSITIONS = [
     (t5, "t5", {"buckets": 12, "max_distance": 17}),
     (t5_clamped, "t5-clamped", {}),
     (t5_clamped, "t5-clamped", {"reach": 5}),
+    (alibi, "alibi", {"learned": True, "sides": "apart"}),
+    (kerple, "kerple", {"sides": "apart"}),
+    (kerple_power, "kerple-power", {"sides": "apart"}),
+    (fire, "fire", {"threshold": 1e6, "sides": "apart"}),
+    (fire, "fire", {"threshold": 3.0, "sides": "apart"}),
+    (t5, "t5", {"sides": "alike"}),
+    (t5_clamped, "t5-clamped", {"reach": 5, "sides": "alike"}),
 ]
 
 
@@ -158,11 +178,14 @@ OF_STEPS = {
 @pytest.mark.parametrize("with_state", [True, False], ids=["with a state", "without a state"])
 @pytest.mark.parametrize("scene", SCENES.values(), ids=SCENES.keys())
 @pytest.mark.parametrize(
-    ("name", "causal"), [(name, True) for name in OF_STEPS] + [(name, False) for name in OF_STEPS if name != "fox"]
+    ("name", "causal", "options"),
+    [(name, True, {}) for name in OF_STEPS]
+    + [(name, False, {"sides": sides}) for name in OF_STEPS for sides in ("apart", "alike") if name != "fox"],
+    ids=str,
 )
-def test_a_bias_of_steps_is_its_papers_formula(name, scene, causal, with_state):
+def test_a_bias_of_steps_is_its_papers_formula(name, scene, causal, options, with_state):
     step, slope, shape = OF_STEPS[name]
-    encoding = make(name, causal=causal)
+    encoding = make(name, causal=causal, **options)
     moves = projected(encoding.to_step, scene.tokens())
     steepness = projected(encoding.to_slope, scene.tokens()) if slope else None
     resting = scene.padding if with_state else (0,) * BATCH  # only a state knows the mask
@@ -170,7 +193,10 @@ def test_a_bias_of_steps_is_its_papers_formula(name, scene, causal, with_state):
     def value(b, h, i, j):
         slot = scene.keys - scene.queries + i
         walked = range(min(slot, j) + 1, max(slot, j) + 1)
-        way = sum(step(moves[b][h][token]) for token in walked if token >= resting[b])
+        steps = [step(moves[b][h][token]) if token >= resting[b] else 0.0 for token in range(scene.keys)]
+        way = sum(steps[token] for token in walked)
+        if options.get("sides") == "alike" and slot != j:
+            way += (steps[min(slot, j)] - steps[max(slot, j)]) / 2
         return -(slope(steepness[b][h][slot]) if slope else 1.0) * shape(way)
 
     assert_formula(scene.bias(encoding, with_state=with_state), scene, value, causal=causal)
@@ -214,11 +240,22 @@ def test_fire_is_a_table_within_its_threshold_and_straight_lines_beyond():
     assert isinstance(beyond, lw.LineBias)
 
 
-@pytest.mark.parametrize("name", ["kerple", "kerple-power", "fire"])
-def test_positions_with_gaps_are_not_clamped_to_a_table(name):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *(("kerple", {}), ("kerple-power", {}), ("fire", {})),
+        *((name, {"causal": False, "sides": "apart"}) for name in ("kerple", "kerple-power", "fire")),
+        ("alibi", {"causal": False, "sides": "apart", "learned": True}),
+    ],
+    ids=str,
+)
+def test_positions_with_gaps_are_not_clamped_to_a_table(name, options):
     gaps = torch.tensor([[0, 3, 1000]])
-    encoding = make(name)
-    bias = encoding.bias(torch.zeros(1, 3, 21), lw.TokenLayout.of(gaps)).dense()
+    encoding = make(name, **options)
+    causal = options.get("causal", True)
+    bias = encoding.bias(torch.zeros(1, 3, 21), lw.TokenLayout.of(gaps, causal=causal)).dense()
     plain = torch.arange(1001)[None]
-    whole = encoding.bias(torch.zeros(1, 1001, 21), lw.TokenLayout.of(plain)).dense()[:, :, gaps[0]][..., gaps[0]]
-    assert_same(bias.tril(), whole.tril(), roundings=1000, scale=whole.abs().max())
+    every = lw.TokenLayout.of(plain, causal=causal)
+    whole = encoding.bias(torch.zeros(1, 1001, 21), every).dense()[:, :, gaps[0]][..., gaps[0]]
+    seen = torch.ones(3, 3).tril() if causal else torch.ones(3, 3)
+    assert_same(bias * seen, whole * seen, roundings=1000, scale=whole.abs().max())

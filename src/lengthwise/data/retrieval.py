@@ -24,6 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from jaxtyping import Bool, Int
+from numpy.typing import NDArray
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lengthwise.data.sources import TOPICS, Split, StdlibSource, held_out_row, read_text
@@ -36,6 +41,7 @@ WORDS = range(6, 81)
 """How many words a query may have."""
 QUERY_TOKENS = 64
 """Tokens of a query at most."""
+SET_FILES = ("corpus.jsonl", "queries.jsonl", "qrels/test.tsv")
 FILLER = "# This line says nothing about the text around it.\n"
 
 
@@ -51,25 +57,75 @@ class Document:
     text: str
     place: int | None = None
 
-    def tokens(self, tokenizer: PreTrainedTokenizerBase, length: int) -> list[int]:
-        """At most `length` tokens with those that the tokenizer puts around; exactly as many where it has a place."""
-        before, after = surrounding_tokens(tokenizer)
-        return [*before, *self._body(tokenizer, length - len(before) - len(after)), *after]
 
-    def _body(self, tokenizer: PreTrainedTokenizerBase, length: int) -> list[int]:
-        ids, offsets = encode_with_offsets(tokenizer, self.text)
-        if self.place is None:
-            return ids[:length]
-        centre = next((i for i, (begin, _) in enumerate(offsets) if begin >= self.place), len(ids))
-        first = max(0, min(centre - length // 2, len(ids) - length))
+@dataclass(frozen=True)
+class EncodedDocument:
+    """The tokens of a whole text; `place` is the token that a window of it is taken around."""
+
+    name: str
+    ids: NDArray[np.int32]
+    place: int | None
+
+
+class TextEncoder:
+    """Queries and documents as token ids, with those that the tokenizer puts around every text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.padding = int(tokenizer.pad_token_id or 0)
+        self._before, self._after = surrounding_tokens(tokenizer)
+        self._around = len(self._before) + len(self._after)
+        self._filler = np.array(encode(tokenizer, FILLER, add_special_tokens=False), dtype=np.int32)
+
+    def query(self, query: str) -> list[int]:
+        """At most QUERY_TOKENS tokens."""
+        body = encode(self.tokenizer, query, add_special_tokens=False)
+        return [*self._before, *body[: QUERY_TOKENS - self._around], *self._after]
+
+    def document(self, document: Document, length: int) -> NDArray[np.int32]:
+        """At most `length` tokens; exactly as many where the document has a place."""
+        return self.cut(self.encode(document), length)
+
+    def encode(self, document: Document) -> EncodedDocument:
+        """All of its tokens, which can then be cut to several lengths."""
+        if document.place is None:
+            ids = encode(self.tokenizer, document.text, add_special_tokens=False)
+            return EncodedDocument(document.name, np.array(ids, dtype=np.int32), None)
+        ids, offsets = encode_with_offsets(self.tokenizer, document.text)
+        place = next((i for i, (begin, _) in enumerate(offsets) if begin >= document.place), len(ids))
+        return EncodedDocument(document.name, np.array(ids, dtype=np.int32), place)
+
+    def cut(self, document: EncodedDocument, length: int) -> NDArray[np.int32]:
+        """A window of a document: from its start, or around its place and grown with filler to the length."""
+        ids, length = document.ids, length - self._around
+        if document.place is None:
+            return self._surrounded(ids[:length])
+        first = max(0, min(document.place - length // 2, len(ids) - length))
         window = ids[first : first + length]
         missing = length - len(window)
-        if not missing:
-            return window
-        filler, _ = encode_with_offsets(tokenizer, FILLER)
-        every = (filler * (missing // len(filler) + 1))[:missing]
-        share = _number(self.name) % (missing + 1)
-        return [*every[:share], *window, *every[share:]]
+        if missing:
+            filler = np.resize(self._filler, missing)
+            share = _number(document.name) % (missing + 1)
+            window = np.concatenate([filler[:share], window, filler[share:]])
+        return self._surrounded(window)
+
+    def _surrounded(self, body: NDArray[np.int32]) -> NDArray[np.int32]:
+        if not self._around:
+            return body  # a view: most sets are cut without a copy
+        before, after = (np.array(ids, dtype=np.int32) for ids in (self._before, self._after))
+        return np.concatenate([before, body, after])
+
+
+def padded(
+    texts: Sequence[Sequence[int] | NDArray[np.int32]], padding: int
+) -> tuple[Int[Tensor, "text token"], Bool[Tensor, "text token"]]:
+    """Token ids of one length, and a mask that is True for tokens."""
+    ids = np.full((len(texts), max(1, max(map(len, texts)))), padding, dtype=np.int64)
+    mask = np.zeros(ids.shape, dtype=bool)
+    for row, text in enumerate(texts):
+        ids[row, : len(text)] = text
+        mask[row, : len(text)] = True
+    return torch.from_numpy(ids), torch.from_numpy(mask)
 
 
 @dataclass(frozen=True)
@@ -92,6 +148,23 @@ class RetrievalSet:
         for query, answers in zip(self.queries, self.relevant, strict=True):
             if not answers:
                 raise RetrievalError(f"every query must have a relevant document, got {query[:60]!r} without one")
+
+
+class EncodedSet:
+    """A set as token ids: every text is tokenised once, for all lengths and all models with that tokenizer."""
+
+    def __init__(self, corpus: RetrievalSet, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.corpus, self.encoder = corpus, TextEncoder(tokenizer)
+        self.queries = [self.encoder.query(query) for query in corpus.queries]
+        self._documents = [self.encoder.encode(document) for document in corpus.documents]
+
+    def documents(self, length: int) -> list[NDArray[np.int32]]:
+        """The tokens of every document at a length; an error if none is left."""
+        documents = [self.encoder.cut(document, length) for document in self._documents]
+        if not any(map(len, documents)):
+            name = self.corpus.name
+            raise RetrievalError(f"a set must have a document at every length, got {name} with none at {length:,}")
+        return documents
 
 
 @dataclass(frozen=True)
@@ -120,10 +193,11 @@ def retrieval_set(name: str, split: Split = "held-out") -> RetrievalSet:
 
 def check_set(name: str) -> None:
     """An error unless there is a set of that name."""
-    if name != "stdlib" and not (Path(name) / "corpus.jsonl").is_file():
+    missing = [] if name == "stdlib" else [file for file in SET_FILES if not (Path(name) / file).is_file()]
+    if missing:
         raise RetrievalError(
-            "a set to retrieve from must be 'stdlib' or a folder with corpus.jsonl, queries.jsonl and qrels/test.tsv, "
-            f"got {name!r}"
+            f"a set to retrieve from must be 'stdlib' or a folder with {', '.join(SET_FILES)}, got {name!r} without "
+            f"{missing[0]}"
         )
 
 
@@ -141,13 +215,6 @@ def training_pairs(name: str, split: Split = "train") -> list[Pair]:
     if not pairs:
         raise RetrievalError(f"the {split} split of {name!r} must have a pair to train on, got none")
     return pairs
-
-
-def query_tokens(tokenizer: PreTrainedTokenizerBase, query: str) -> list[int]:
-    """The tokens of a query with those that the tokenizer puts around it."""
-    before, after = surrounding_tokens(tokenizer)
-    body = encode(tokenizer, query, add_special_tokens=False)
-    return [*before, *body[: QUERY_TOKENS - len(before) - len(after)], *after]
 
 
 def pairs_hash(pairs: Sequence[Pair]) -> str:
@@ -256,20 +323,26 @@ def _unique(parts: list[_Part]) -> list[_Part]:
 def _folder_set(folder: Path) -> RetrievalSet:
     documents: list[Document] = []
     numbers: dict[str, int] = {}
-    for row in _rows(folder / "corpus.jsonl"):
+    for row in _rows(folder / "corpus.jsonl", "_id", "text"):
         numbers[str(row["_id"])] = len(documents)
         text = f"{row['title']}\n{row['text']}" if row.get("title") else str(row["text"])
         documents.append(Document(str(row["_id"]), text))
     answers: dict[str, set[int]] = {}
-    lines = (folder / "qrels" / "test.tsv").read_text(encoding="utf-8").splitlines()
-    for line in lines[1:]:
-        query, document, score = line.split("\t")[:3]
+    judged = set()
+    lines = (folder / "qrels/test.tsv").read_text(encoding="utf-8").rstrip().splitlines()
+    for number, line in enumerate(lines[1:], 2):
+        query, document, score, *_ = (*line.split("\t"), "", "", "")
+        if not score.lstrip("-").isdigit():
+            raise RetrievalError(
+                f"qrels/test.tsv must have query, document and score a line after its first, got {line!r} in line "
+                f"{number}"
+            )
+        judged.add(query)
         if int(score) > 0:
             if document not in numbers:
                 raise RetrievalError(f"qrels must name documents of corpus.jsonl, got {document!r} in {folder}")
             answers.setdefault(query, set()).add(numbers[document])
-    judged = {line.split("\t")[0] for line in lines[1:]}
-    queries = [row for row in _rows(folder / "queries.jsonl") if str(row["_id"]) in judged]
+    queries = [row for row in _rows(folder / "queries.jsonl", "_id", "text") if str(row["_id"]) in judged]
     names = [str(row["_id"]) for row in queries]
     relevant = [frozenset(answers.get(name, ())) for name in names]
     return RetrievalSet(folder.name, [str(row["text"]) for row in queries], documents, relevant, names)
@@ -288,7 +361,8 @@ def _file_pairs(path: Path) -> Iterator[Pair]:
         yield Pair(str(query), documents[0], tuple(documents[1:]))
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
+def _rows(path: Path, *fields: str) -> Iterator[dict[str, Any]]:
+    """The objects of a file, a line each; an error for a line that is none, or that has not these fields."""
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -298,6 +372,10 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
                     raise RetrievalError(
                         f"{path} must have one JSON object a line, got line {number}: {error}"
                     ) from None
+                if not isinstance(row, dict) or any(field not in row for field in fields):
+                    names = " with " + " and ".join(fields) if fields else ""
+                    wanted = f"one JSON object{names} a line"
+                    raise RetrievalError(f"{path} must have {wanted}, got another in line {number}")
                 yield row
 
 

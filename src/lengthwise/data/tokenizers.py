@@ -77,8 +77,10 @@ def with_mask_token(tokenizer: PreTrainedTokenizerFast, name: str) -> PreTrained
 
 def with_start_token(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     """The tokenizer, putting its first special token before every text: what a text's first token is pooled from."""
-    start, number = tokenizer.bos_token, tokenizer.bos_token_id
     if not surrounding_tokens(tokenizer)[0]:
+        start, number = tokenizer.bos_token, tokenizer.bos_token_id
+        if number is None:
+            raise ValueError("a text's first token must be special, got a tokenizer without one; set its bos_token")
         tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{start} $A", pair=f"{start} $A {start} $B", special_tokens=[(start, number)]
         )

@@ -5,6 +5,10 @@
 What is cached is the step, never the sum: levels are a float64 sum over all cached steps in one pass as in decoding,
 so both are the same to the last bit. Masked tokens take no step. The sum runs on across packed documents: only
 differences inside one are ever read, and it stays monotone.
+
+Two-sided, the distance between two tokens is the sum of the steps after the left one, up to the right one: the sides
+are told `apart`, since of the two tokens themselves the right one's step counts. Where they are `alike`, half of both
+counts: a token then stands in the middle of its own step.
 """
 
 from abc import abstractmethod
@@ -18,8 +22,10 @@ from lengthwise.bias import Curve, LevelBias, at_least_float32
 from lengthwise.encodings.base import (
     AttentionShape,
     Encoding,
+    Sides,
     State,
     Tokens,
+    are_apart,
     checked_count,
     checked_state,
     checked_tokens,
@@ -39,8 +45,9 @@ class StepEncoding(Encoding):
     by_head: tuple[str | tuple[str, int], ...] = ("to_step.weight", "to_step.bias")
     curve: ClassVar[Curve] = "linear"
 
-    def __init__(self, shape: AttentionShape) -> None:
+    def __init__(self, shape: AttentionShape, *, sides: Sides = "apart") -> None:
         super().__init__(shape)
+        self.symmetric = not are_apart(shape, sides)
         self.to_step = nn.Linear(shape.width, shape.heads)
         self.reset_parameters()
 
@@ -73,6 +80,10 @@ class StepEncoding(Encoding):
                 f"{layout.key_count} keys; the layout must have the positions of all keys, old and new"
             )
         step = self._checked_step(x, layout.key_count, state)
+        if self.symmetric and not self.shape.causal:
+            if layout.ring is not None:
+                raise ValueError("sides='alike' needs all tokens in one process, got a sequence that several share")
+            step = (step + F.pad(step, (1, 0))[..., :-1]) / 2
         own = self.slope(query_tokens(x, layout))
         return LevelBias.of_steps(
             step,
@@ -94,8 +105,8 @@ class SlopedStepEncoding(StepEncoding):
 
     by_head = (*StepEncoding.by_head, "to_slope.weight", "to_slope.bias")
 
-    def __init__(self, shape: AttentionShape) -> None:
-        super().__init__(shape)
+    def __init__(self, shape: AttentionShape, *, sides: Sides = "apart") -> None:
+        super().__init__(shape, sides=sides)
         self.to_slope = nn.Linear(shape.width, shape.heads)
         self.reset_parameters()
 

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lengthwise.bias import DistanceBias, FunctionBias
+from lengthwise.bias import DistanceBias, FunctionBias, Index
 from lengthwise.token_layout import TokenLayout
 
 T = TypeVar("T")
@@ -100,3 +100,11 @@ def bias_of_distance(
 
     table, first = cache.table(make, reach, *made_of, decoding=is_decoding(layout))
     return DistanceBias(table, layout.query, layout.key, first)
+
+
+def by_side(
+    function: Callable[..., Tensor], rows: Index, columns: Index, query: Tensor, key: Tensor, *numbers: Tensor
+) -> Tensor:
+    """A function of distance whose numbers, (head, 2), are those of the key's side: before the query, or after it."""
+    before, after = (function(rows, columns, query, key, *(number[:, side] for number in numbers)) for side in (0, 1))
+    return torch.where(query[:, None, rows, None] < key[:, None, None, columns], after, before)

@@ -7,15 +7,19 @@ equal where the number of heads is a power of two:
     geometric     slope[h] = 2 ** (-8 h / heads), h = 1 .. heads         the figures of the CABLE paper
     interleaved   geometric for the largest power of two below, then every other slope of twice as many heads
                                                                          the ALiBi authors, BLOOM, MPT
+
+Two-sided, the sides are `alike`; or `apart`: then each head learns a slope for keys before the query and one for those
+after it, both from the slope of the rule on.
 """
 
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lengthwise.bias import LevelBias, at_least_float32, has_float64
-from lengthwise.encodings.base import AttentionShape, Encoding, State, Tokens
+from lengthwise.bias import Bias, DistanceBias, Index, LevelBias, at_least_float32, has_float64, registered
+from lengthwise.encodings._table_cache import TableCache, bias_of_distance, by_side
+from lengthwise.encodings.base import AttentionShape, Encoding, Sides, State, Tokens, are_apart
 from lengthwise.errors import check_choice, check_flag
 from lengthwise.token_layout import TokenLayout
 
@@ -25,9 +29,9 @@ class Alibi(Encoding):
 
     paper = "Press et al. 2022, arXiv 2108.12409"
     by_head = ("slopes", "log_slope")
-    kind = LevelBias
-    symmetric = True
+    kind: type[Bias] = LevelBias
     context_free = True
+    tables = ("log_slope",)
 
     def __init__(
         self,
@@ -35,23 +39,37 @@ class Alibi(Encoding):
         *,
         slopes: Literal["geometric", "interleaved"] = "geometric",
         learned: bool = False,
+        sides: Sides = "alike",
     ) -> None:
         super().__init__(shape)
         rules = {"geometric": geometric_slopes, "interleaved": interleaved_slopes}
         check_choice("slopes", slopes, tuple(rules), "The CABLE paper has 'geometric', BLOOM 'interleaved'.")
         check_flag("learned", learned)
+        apart = are_apart(shape, sides)
+        if apart and not learned:
+            raise ValueError("slopes start alike on both sides: sides='apart' must be learned, got learned=False")
+        self.symmetric = not apart
         self.slopes = rules[slopes](shape.heads)
-        self.log_slope = nn.Parameter(torch.empty(shape.heads)) if learned else None
+        numbers = (shape.heads, 2) if apart else (shape.heads,)
+        self.log_slope = nn.Parameter(torch.empty(numbers)) if learned else None
+        if apart:
+            self.kind = DistanceBias
+        self._tables = TableCache()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """The slopes of the rule, if they are learned."""
         if self.log_slope is not None:
             with torch.no_grad():
-                self.log_slope.copy_(torch.tensor(self.slopes, device="cpu").log())
+                rule = torch.tensor(self.slopes, device="cpu").log()
+                self.log_slope.copy_(rule.view(-1, *[1] * (self.log_slope.ndim - 1)))
 
-    def bias(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> LevelBias:
-        """-slope |query - key|."""
+    def bias(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> Bias:
+        """-slope |query - key|: levels, or with a slope for each side a table."""
+        if self.log_slope is not None and self.log_slope.ndim == 2:
+            learned = self.log_slope
+            numbers = lambda: (at_least_float32(learned).exp(),)  # noqa: E731
+            return bias_of_distance(self._tables, alibi_sides, numbers, layout, learned, causal=False)
         device = layout.query.device
         if self.log_slope is None:
             slope = torch.tensor(self.slopes, dtype=torch.float32, device=device)[None, :, None]
@@ -63,6 +81,18 @@ class Alibi(Encoding):
         # Positions below 2 ** 24 are float32 numbers themselves: nothing is left for the rest.
         query, key = query.float(), key.float()
         return LevelBias(query, key, slope, query_rest=torch.zeros_like(query), key_rest=torch.zeros_like(key))
+
+
+def alibi_line(rows: Index, columns: Index, query: Tensor, key: Tensor, slope: Tensor) -> Tensor:
+    """-slope |query - key|."""
+    distance = (query[:, None, rows, None] - key[:, None, None, columns]).abs()
+    return -slope[:, None, None] * distance.to(slope.dtype)
+
+
+@registered
+def alibi_sides(rows: Index, columns: Index, query: Tensor, key: Tensor, slope: Tensor) -> Tensor:
+    """The same with a slope for each side."""
+    return by_side(alibi_line, rows, columns, query, key, slope)
 
 
 def geometric_slopes(heads: int) -> list[float]:

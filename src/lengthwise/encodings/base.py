@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from lengthwise.bias import Bias, at_least_float32, without_autocast
-from lengthwise.errors import OptionError, check_flag, check_int, check_tensor, describe
+from lengthwise.errors import OptionError, check_choice, check_flag, check_int, check_tensor, describe
 from lengthwise.rescore import Rescore
 from lengthwise.token_layout import TokenLayout, Window
 
@@ -46,6 +46,9 @@ class Zone(NamedTuple):
     window: Window | None = None
     """None for that of the layer."""
 
+
+Sides = Literal["alike", "apart"]
+"""Two-sided: whether keys before a query and after it are treated alike, or told apart."""
 
 Hook = Literal["embed", "state", "rotate", "bias", "rescore", "logit_scale", "sink"]
 
@@ -265,6 +268,12 @@ class QueryEncoding(Encoding):
     def queries(self, q: Tensor | None, layout: TokenLayout) -> Queries:
         """The layer's queries in float32 or better."""
         return every_head("q", q, self.shape, layout.query_count)
+
+
+def are_apart(shape: AttentionShape, sides: Sides) -> bool:
+    """Whether the option `sides` tells left from right; under causality there is one side, and it changes nothing."""
+    check_choice("sides", sides, ("alike", "apart"), "Under causality there is one side, and it changes nothing.")
+    return sides == "apart" and not shape.causal
 
 
 def checked_tokens(x: Tokens, width: int) -> None:

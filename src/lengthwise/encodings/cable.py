@@ -10,6 +10,9 @@
 
 The paper prints the opposite sign; its text and its code mean this one. ALiBi is step = 1 and a fixed slope. CABLE-NW
 with softplus in place of relu is the forgetting transformer, `fox`.
+
+Two-sided, the sides are `apart`: between two tokens those steps count that come after the left one, up to the right
+one. Where they are `alike`, half of both tokens' own steps counts: level = cumulative sum of step - step / 2.
 """
 
 import torch.nn.functional as F

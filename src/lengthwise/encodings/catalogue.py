@@ -31,6 +31,10 @@ GROUPS: dict[str, Callable[[type[Encoding]], bool]] = {
 }
 """An encoding is in the first group whose rule it meets."""
 
+FORMS = {"alike": "left and right alike", "apart": "tells left from right"}
+"""What two-sided forms do, by `sides`."""
+CAUSAL_ONLY = "no, causal attention only"
+
 SPECIAL_CASES = {
     "alibi": ("kerple-power", "with the power 1 and fixed slopes"),
     "cable-nw": ("cable", "with the factor 1 for every query"),
@@ -120,21 +124,30 @@ def page(name: str) -> str:
 
 
 def two_sided_form(name: str) -> str:
-    """What an encoding is without causality, in a few words."""
+    """What an encoding is without causality, in a few words; and with the option `sides`, if it has that."""
     cls = find(name)
     if not cls.two_sided:
-        return "no, causal attention only"
-    symmetric = cls(replace(GPT2_SMALL, causal=False)).symmetric
-    return "yes, left and right alike" if symmetric else "yes, tells left from right"
+        return CAUSAL_ONLY
+    default = f"yes, {_sides(cls)}"
+    if "sides" not in cls.options():
+        return default
+    other = "apart" if inspect.signature(cls.__init__).parameters["sides"].default == "alike" else "alike"
+    return f"{default}; with sides={other!r} {FORMS[other]}"
 
 
 def two_sided_table() -> str:
     """All encodings by what their two-sided form does, a row each way."""
     forms: dict[str, list[str]] = {}
-    for name in ENCODINGS:
-        forms.setdefault(two_sided_form(name).removeprefix("yes, "), []).append(f"`{name}`")
+    for name, cls in ENCODINGS.items():
+        forms.setdefault(_sides(cls) if cls.two_sided else CAUSAL_ONLY, []).append(f"`{name}`")
+    either = [f"`{name}`" for name, cls in ENCODINGS.items() if "sides" in cls.options()]
+    forms["either, by the option `sides`"] = either
     rows = [("two-sided", "encodings"), ("---", "---"), *((form, ", ".join(names)) for form, names in forms.items())]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _sides(cls: type[Encoding]) -> str:
+    return FORMS["alike" if cls(replace(GPT2_SMALL, causal=False)).symmetric else "apart"]
 
 
 def _options(cls: type[Encoding]) -> str:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from lengthwise.bias import LevelBias
 from lengthwise.encodings._cumulative import Levels, StepEncoding
-from lengthwise.encodings.base import Tokens, project
+from lengthwise.encodings.base import AttentionShape, Tokens, project
 
 
 class Fox(StepEncoding):
@@ -17,6 +17,9 @@ class Fox(StepEncoding):
     paper = "Lin et al. 2025, arXiv 2503.02130"
     kind = LevelBias
     two_sided = False
+
+    def __init__(self, shape: AttentionShape) -> None:
+        super().__init__(shape)  # it has one side
 
     def step(self, x: Tokens) -> Levels:
         """-logsigmoid(W x + b)."""

@@ -3,8 +3,9 @@
     bias[h, i, j] = table[bucket(i - j), h]
 
 The first half of the buckets hold one distance each; the rest grow in geometric steps up to `max_distance`, and the
-last one takes everything beyond. Causal attention has all buckets for the past, two-sided half of them per side, keys
-after the query in the upper half. T5 itself shares one table among all layers and does not scale its scores.
+last one takes everything beyond. Causal attention has all buckets for the past. Two-sided, the sides are `apart`: half
+of the buckets per side, keys after the query in the upper half, as in T5's encoder; or `alike`: all buckets for
+|i - j|. T5 itself shares one table among all layers and does not scale its scores.
 """
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from lengthwise.bias import DistanceBias
 from lengthwise.encodings._table_cache import TableCache, is_decoding
-from lengthwise.encodings.base import AttentionShape, Encoding, State, Tokens
+from lengthwise.encodings.base import AttentionShape, Encoding, Sides, State, Tokens, are_apart
 from lengthwise.errors import check_int
 from lengthwise.token_layout import TokenLayout
 
@@ -27,18 +28,22 @@ class T5(Encoding):
     context_free = True
     tables = ("table",)
 
-    def __init__(self, shape: AttentionShape, *, buckets: int = 32, max_distance: int = 128) -> None:
+    def __init__(
+        self, shape: AttentionShape, *, buckets: int = 32, max_distance: int = 128, sides: Sides = "apart"
+    ) -> None:
         super().__init__(shape)
         check_int("buckets", buckets, "T5 has 32.")
         check_int("max_distance", max_distance, "T5 has 128.")
-        side = buckets if shape.causal else buckets // 2
-        if side < 2 or side % 2 or max_distance <= side // 2 or (not shape.causal and buckets % 2):
+        apart = are_apart(shape, sides)
+        side = buckets // 2 if apart else buckets
+        if side < 2 or side % 2 or max_distance <= side // 2 or (apart and buckets % 2):
             raise ValueError(
                 "a side must have an even number of buckets, 2 or more, and max_distance beyond the exact half, got "
                 f"buckets={buckets}, max_distance={max_distance}; T5 has 32 and 128"
             )
         self.past = bucket_of_distance(side, max_distance)
-        self.ahead = [] if shape.causal else [side + bucket for bucket in self.past[:0:-1]]
+        self.symmetric = not apart
+        self.ahead = [] if shape.causal else [side * apart + bucket for bucket in self.past[:0:-1]]
         self.table = nn.Parameter(torch.empty(buckets, shape.heads))
         self._tables = TableCache()
         self.reset_parameters()

@@ -15,7 +15,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,8 +27,9 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
 
-from lengthwise.data.retrieval import RetrievalError, RetrievalSet, query_tokens, retrieval_set
+from lengthwise.data.retrieval import EncodedSet, RetrievalSet, padded, retrieval_set
 from lengthwise.encodings import PositionError
 from lengthwise.evaluate.config import EvalConfig
 from lengthwise.evaluate.losses import BATCH_TOKENS, checked_lengths
@@ -36,7 +37,7 @@ from lengthwise.evaluate.run import split_names
 from lengthwise.evaluate.statistics import Interval, Sums, bootstrap, paired_difference
 from lengthwise.evaluate.table import aligned, markdown
 from lengthwise.files import write_atomic
-from lengthwise.loading import LoadedModel, LoadError, load_model, resolve_checkpoint
+from lengthwise.loading import LoadedModel, LoadError, load_model, resolve_checkpoint, tokenizer_id
 from lengthwise.model.encoder import pool_tokens
 from lengthwise.model.families import check_length
 
@@ -45,8 +46,11 @@ if TYPE_CHECKING:
 
 DEPTH = 10
 """Ranks that count."""
+BM25 = "BM25"
 K1, B = 1.2, 0.75
 """BM25's usual constants."""
+KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
+"""Parts of a model of sentence-transformers that our vectors have too."""
 RankMetric = Literal["ndcg", "recall", "mrr"]
 RANK_METRICS: dict[RankMetric, str] = {"ndcg": "nDCG@10", "recall": "recall@10", "mrr": "MRR@10"}
 
@@ -134,17 +138,26 @@ class RetrievalTable:
 
     def change_rows(self, since: int, metric: RankMetric = "ndcg") -> list[list[str]]:
         """How much each changes from one length to the longer ones, for the same queries."""
-
-        def cell(name: str, length: int) -> str:
-            try:
-                value, interval = self.change(name, length, since, metric)
-            except ValueError:
-                return "-"
-            return f"{value:+.3f} ({interval.low:+.3f} to {interval.high:+.3f})"
-
         beyond = [n for n in self.lengths if n > since]
         head = [f"{RANK_METRICS[metric]} since {since:,}", *(f"{n:,}" for n in beyond)]
-        return [head, *([name, *(cell(name, n) for n in beyond)] for name in self.names)]
+        return [
+            head,
+            *([name, *(_signed(self.change, name, n, since, metric) for n in beyond)] for name in self.names),
+        ]
+
+    def difference_rows(self, metric: RankMetric = "ndcg") -> list[list[str]]:
+        """How much more each has than the model that is best at the longest length, for the same queries."""
+        longest = self.lengths[-1]
+        models = [name for name in self.names if name != BM25 and self.seeds(name, longest)]
+        best = max(models, key=lambda name: self.value(name, longest, metric), default=None)
+        others = [name for name in self.names if name != best]
+        if best is None or not others:
+            return []
+        head = [f"{RANK_METRICS[metric]} above {best}", *(f"{n:,}" for n in self.lengths)]
+        return [
+            head,
+            *([name, *(_signed(self.difference, name, best, n, metric) for n in self.lengths)] for name in others),
+        ]
 
     def notes(self) -> list[str]:
         """The set, and the reason for each missing cell."""
@@ -192,6 +205,15 @@ class RetrievalTable:
         return [*written, folder / "retrieval.png"]
 
 
+def _signed(paired: Callable[..., tuple[float, Interval]], *arguments: str | int) -> str:
+    """A paired difference as the text of a cell; "-" where there is none."""
+    try:
+        value, interval = paired(*arguments)
+    except ValueError:
+        return "-"
+    return f"{value:+.3f} ({interval.low:+.3f} to {interval.high:+.3f})"
+
+
 def retrieval_figure(table: RetrievalTable, *, train_length: int | None = None) -> "Figure":
     """nDCG@10 against the length of documents, a line a model with its interval, the training length marked."""
     from lengthwise.views.line_plot import Line, lines_figure
@@ -219,15 +241,33 @@ def evaluate_retrieval(
     """Every model and BM25 on one set at every length."""
     resolved = config.resolved()
     named = split_names(sources)
-    corpus = retrieval_set(resolved.retrieval_set)
+    sets = EncodedSets(resolved.retrieval_set)
     scores: list[RetrievalScore] = []
     for number, (name, source) in enumerate(named):
         loaded = load_for_retrieval(source, name=name, device=device, trust_remote_code=trust_remote_code)
         assert loaded.tokenizer is not None
+        texts = sets.read(loaded.tokenizer)
         if number == 0:
-            scores += score_bm25(loaded.tokenizer, corpus, resolved.lengths)
-        scores += score_retrieval(loaded, corpus, resolved.lengths, pooling=pooling_of(source, loaded.model))
+            scores += score_bm25(texts, resolved.lengths)
+        scores += score_retrieval(loaded, texts, resolved.lengths, pooling=pooling_of(source, loaded.model))
     return RetrievalTable(scores)
+
+
+class EncodedSets:
+    """A set in the tokens of the last tokenizer: the next model often has the same one."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._corpus: RetrievalSet | None = None
+        self._last: tuple[str, EncodedSet] | None = None
+
+    def read(self, tokenizer: PreTrainedTokenizerBase) -> EncodedSet:
+        """In the tokens of this one."""
+        key = tokenizer_id(tokenizer)
+        if self._last is None or self._last[0] != key:
+            self._corpus = self._corpus or retrieval_set(self.name)
+            self._last = key, EncodedSet(self._corpus, tokenizer)
+        return self._last[1]
 
 
 def load_for_retrieval(source: str, *, name: str, device: str = "auto", trust_remote_code: bool = False) -> LoadedModel:
@@ -240,97 +280,110 @@ def load_for_retrieval(source: str, *, name: str, device: str = "auto", trust_re
 
 def pooling_of(source: str | Path, model: PreTrainedModel) -> str:
     """How a model's tokens become one vector: as sentence-transformers' files say, as its config does, or the mean."""
-    path = Path(resolve_checkpoint(source)) / "1_Pooling" / "config.json"
-    if path.is_file():
-        stored = json.loads(path.read_text())
-        mode = stored.get("pooling_mode")
-        modes = [mode] if isinstance(mode, str) else [key for key, on in stored.items() if on is True]
-        known = {"cls": "first", "mean": "mean", "pooling_mode_cls_token": "first", "pooling_mode_mean_tokens": "mean"}
-        chosen = [known[key] for key in modes if key in known]
-        if len(chosen) != 1:
-            raise LoadError(f"vectors must be pooled by the mean or from the first token, got {path} with {modes}")
-        return chosen[0]
-    return getattr(model.config, "pooling", "mean")
+    modules = _sentence_file(source, "modules.json") or []
+    others = [part["type"] for part in modules if part["type"].rpartition(".")[2] not in KNOWN_MODULES]
+    if others:
+        raise LoadError(f"vectors must be pooled and normed tokens, got {source} with {', '.join(others)}")
+    stored = _sentence_file(source, "1_Pooling/config.json")
+    if stored is None:
+        return getattr(model.config, "pooling", "mean")
+    mode = stored.get("pooling_mode")
+    modes = [mode] if isinstance(mode, str) else [key for key, on in stored.items() if on is True]
+    known = {"cls": "first", "mean": "mean", "pooling_mode_cls_token": "first", "pooling_mode_mean_tokens": "mean"}
+    chosen = [known[key] for key in modes if key in known]
+    if len(chosen) != 1:
+        raise LoadError(f"vectors must be pooled by the mean or from the first token, got {source} with {modes}")
+    return chosen[0]
+
+
+def _sentence_file(source: str | Path, name: str) -> Any:
+    """The content of one of sentence-transformers' files in a folder or on the hub; None if it is not there."""
+    path = cached_file(
+        str(resolve_checkpoint(source)),
+        name,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if path is None else json.loads(Path(path).read_text())
 
 
 def score_retrieval(
-    loaded: LoadedModel, corpus: RetrievalSet, lengths: Sequence[int], *, pooling: str = "mean"
+    loaded: LoadedModel, texts: EncodedSet, lengths: Sequence[int], *, pooling: str = "mean"
 ) -> list[RetrievalScore]:
     """One score per length; for a length that the model cannot take the score has the reason."""
-    model, tokenizer, scores = loaded.model.eval(), loaded.tokenizer, []
-    assert tokenizer is not None
-    queries = [query_tokens(tokenizer, query) for query in corpus.queries]
+    model, padding, scores = loaded.model.eval(), texts.encoder.padding, []
     query_vectors: Tensor | None = None
     for length in checked_lengths(lengths):
         began = time.perf_counter()
-        documents = documents_at(corpus, tokenizer, length)
+        documents = texts.documents(length)
         try:
             check_length(model, length)
             if query_vectors is None:
-                query_vectors = text_vectors(model, tokenizer, queries, pooling=pooling)
-            vectors = text_vectors(model, tokenizer, documents, pooling=pooling)
+                query_vectors = text_vectors(model, texts.queries, padding=padding, pooling=pooling)
+            vectors = text_vectors(model, documents, padding=padding, pooling=pooling)
         except PositionError as error:
-            scores.append(_refused(loaded.name, length, corpus, str(error)))
+            scores.append(_refused(loaded.name, length, texts.corpus, str(error)))
             continue
         cosines = (query_vectors @ vectors.T).double().cpu().numpy()
-        scores.append(_scored(loaded.name, length, corpus, cosines, time.perf_counter() - began))
+        scores.append(_scored(loaded.name, length, texts.corpus, cosines, time.perf_counter() - began))
     return scores
 
 
-def score_bm25(
-    tokenizer: PreTrainedTokenizerBase, corpus: RetrievalSet, lengths: Sequence[int], *, name: str = "BM25"
-) -> list[RetrievalScore]:
+def score_bm25(texts: EncodedSet, lengths: Sequence[int]) -> list[RetrievalScore]:
     """The same queries and documents, ranked by their words."""
-    scores = []
+    corpus, tokenizer, scores = texts.corpus, texts.encoder.tokenizer, []
     for length in checked_lengths(lengths):
         began = time.perf_counter()
-        texts = tokenizer.batch_decode(documents_at(corpus, tokenizer, length), skip_special_tokens=True)
-        ranked = bm25(corpus.queries, texts)
-        scores.append(_scored(name, length, corpus, ranked, time.perf_counter() - began))
+        decoded = (str(tokenizer.decode(ids.tolist(), skip_special_tokens=True)) for ids in texts.documents(length))
+        ranked = bm25(corpus.queries, decoded)
+        scores.append(_scored(BM25, length, corpus, ranked, time.perf_counter() - began))
     return scores
-
-
-def documents_at(corpus: RetrievalSet, tokenizer: PreTrainedTokenizerBase, length: int) -> list[list[int]]:
-    """The tokens of every document at a length; an error if none is left."""
-    documents = [document.tokens(tokenizer, length) for document in corpus.documents]
-    if not any(documents):
-        raise RetrievalError(f"a set must have a document at every length, got {corpus.name} with none at {length:,}")
-    return documents
 
 
 @torch.no_grad()
 def text_vectors(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[Sequence[int]], *, pooling: str = "mean"
+    model: PreTrainedModel,
+    texts: Sequence[Sequence[int] | NDArray[np.int32]],
+    *,
+    padding: int = 0,
+    pooling: str = "mean",
 ) -> Float[Tensor, "text width"]:
     """A vector of length 1 for each text of token ids, on the CPU; texts of like lengths go together."""
-    padding = int(tokenizer.pad_token_id or 0)
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]), reverse=True)
     vectors: dict[int, Tensor] = {}
     while order:
-        longest = max(1, len(texts[order[0]]))
-        chosen = order[: max(1, BATCH_TOKENS // longest)]
+        chosen = order[: max(1, BATCH_TOKENS // max(1, len(texts[order[0]])))]
         order = order[len(chosen) :]
-        ids = torch.tensor([[*texts[i], *[padding] * (longest - len(texts[i]))] for i in chosen], device=model.device)
-        sizes = torch.tensor([len(texts[i]) for i in chosen], device=model.device)
-        mask = torch.arange(longest, device=model.device) < sizes[:, None]
+        ids, mask = (x.to(model.device) for x in padded([texts[i] for i in chosen], padding))
         x = model.base_model(input_ids=ids, attention_mask=mask.long())[0]
         vectors |= dict(zip(chosen, F.normalize(pool_tokens(x.float(), mask, pooling), dim=-1).cpu(), strict=True))
     return torch.stack([vectors[i] for i in range(len(texts))])
 
 
-def bm25(queries: Sequence[str], texts: Sequence[str]) -> NDArray[np.float64]:
+def bm25(queries: Sequence[str], texts: Iterable[str]) -> NDArray[np.float64]:
     """The BM25 score of every text for every query."""
-    documents = [Counter(_words(text)) for text in texts]
-    sizes = np.array([max(1, sum(words.values())) for words in documents], dtype=float)
-    having = Counter(word for words in documents for word in words)
-    scores = np.zeros((len(queries), len(texts)))
+    wanted = {word for query in queries for word in _words(query)}
+    sizes: list[int] = []
+    having: dict[str, list[tuple[int, int]]] = {word: [] for word in wanted}
+    for number, text in enumerate(texts):
+        words = _words(text)
+        sizes.append(max(1, len(words)))
+        for word, count in Counter(word for word in words if word in wanted).items():
+            having[word].append((number, count))
+    scores = np.zeros((len(queries), len(sizes)))
+    discounts = K1 * (1 - B + B * np.array(sizes) / np.mean(sizes))
+    # A word's share of every text that has it; of all others it is 0.
+    shares: dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]] = {}
+    for word, places in having.items():
+        if places:
+            rarity = math.log(1 + (len(sizes) - len(places) + 0.5) / (len(places) + 0.5))
+            numbers, counts = np.array(places).T
+            shares[word] = numbers, rarity * counts * (K1 + 1) / (counts + discounts[numbers])
     for row, query in enumerate(queries):
-        for word in set(_words(query)):
-            if not having[word]:
-                continue
-            rarity = math.log(1 + (len(texts) - having[word] + 0.5) / (having[word] + 0.5))
-            counts = np.array([words[word] for words in documents], dtype=float)
-            scores[row] += rarity * counts * (K1 + 1) / (counts + K1 * (1 - B + B * sizes / sizes.mean()))
+        for word in dict.fromkeys(_words(query)):
+            if word in shares:
+                numbers, share = shares[word]
+                scores[row, numbers] += share
     return scores
 
 

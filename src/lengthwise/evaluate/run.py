@@ -169,7 +169,8 @@ def load_for_evaluation(
         raise LoadError(f"{expected}, got {str(source)!r}, which has no tokenizer; save one with save_pretrained")
     if loaded.model.config.is_encoder_decoder or loaded.model.get_output_embeddings() is None:
         raise LoadError(
-            f"{expected}, got {type(loaded.model).__name__}, which has no head that predicts the next token"
+            f"{expected}, got {type(loaded.model).__name__}, which has no head that predicts a token; "
+            "one that gives vectors is measured with --retrieval"
         )
     if is_masked_model(loaded.model):
         if loaded.tokenizer.mask_token_id is None:

@@ -11,7 +11,8 @@ compiled graphs and in training on a device, which would have to wait for the nu
 give the same vectors. At padding the unpadded way gives 0.
 """
 
-from typing import Any, Unpack
+from abc import abstractmethod
+from typing import Any, ClassVar, Unpack
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -75,17 +76,15 @@ class LengthwiseEncoder(LengthwiseTransformer):
         return not bool(real.all()) and is_in_one_piece(real)
 
 
-class LengthwiseForMaskedLM(LengthwisePreTrainedModel):
-    """The two-sided transformer with a head that predicts masked tokens from those around them."""
+class EncoderWithHead(LengthwisePreTrainedModel):
+    """The two-sided transformer under a head; a subclass says what its logits and their loss are."""
 
     config: LengthwiseEncoderConfig
-    _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}
+    output_class: ClassVar[type[MaskedLMOutput | SequenceClassifierOutput]]
 
     def __init__(self, config: LengthwiseEncoderConfig) -> None:
         super().__init__(config)
         self.transformer = LengthwiseEncoder(config)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.post_init()
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(  # type: ignore[misc]
@@ -94,22 +93,46 @@ class LengthwiseForMaskedLM(LengthwisePreTrainedModel):
         attention_mask: Tensor | None = None,
         position_ids: Int[Tensor, "#batch token"] | None = None,
         inputs_embeds: Float[Tensor, "batch token width"] | None = None,
-        labels: Int[Tensor, "batch token"] | None = None,
+        labels: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> MaskedLMOutput:
-        """Logits of every token, and the loss of predicting each label in its own place; -100 is left out."""
-        out = self.transformer(
-            input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            **kwargs,
-        )
-        logits = self.lm_head(out.last_hidden_state)
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
-        return MaskedLMOutput(loss=loss, logits=logits, hidden_states=out.hidden_states, attentions=out.attentions)
+    ) -> MaskedLMOutput | SequenceClassifierOutput:
+        """Logits, and the loss of labels if there are any; masks and positions are LengthwiseEncoder's."""
+        options = {"attention_mask": attention_mask, "position_ids": position_ids, "inputs_embeds": inputs_embeds}
+        out = self.transformer(input_ids, **options, **kwargs)
+        logits = self._logits(out.last_hidden_state, attention_mask)
+        loss = None if labels is None else self._loss(logits, labels, **kwargs)
+        return self.output_class(loss=loss, logits=logits, hidden_states=out.hidden_states, attentions=out.attentions)
+
+    @abstractmethod
+    def _logits(self, x: Float[Tensor, "batch token width"], attention_mask: Tensor | None) -> Any:
+        """Logits of the tokens after the last layer."""
+
+    @abstractmethod
+    def _loss(self, logits: Tensor, labels: Tensor, **kwargs: Any) -> Any:
+        """The loss of the logits."""
+
+
+class LengthwiseForMaskedLM(EncoderWithHead):
+    """The two-sided transformer with a head that predicts masked tokens from those around them.
+
+    Labels are (batch, token), each predicted in its own place; -100 is left out.
+    """
+
+    output_class = MaskedLMOutput
+    _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}
+
+    def __init__(self, config: LengthwiseEncoderConfig) -> None:
+        super().__init__(config)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.post_init()
+
+    def _logits(self, x: Float[Tensor, "batch token width"], attention_mask: Tensor | None) -> Any:
+        """Of every token, (batch, token, vocabulary)."""
+        return self.lm_head(x)
+
+    def _loss(self, logits: Tensor, labels: Tensor, **kwargs: Any) -> Any:
+        """The mean over the labels."""
+        return self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
 
     def loss(
         self,
@@ -137,45 +160,26 @@ class LengthwiseForMaskedLM(LengthwisePreTrainedModel):
         return losses.new_zeros(labels.shape).masked_scatter(labelled, losses)
 
 
-class LengthwiseForSequenceClassification(LengthwisePreTrainedModel):
+class LengthwiseForSequenceClassification(EncoderWithHead):
     """The two-sided transformer with a head that gives a text one of `num_labels` classes, or a number."""
 
-    config: LengthwiseEncoderConfig
+    output_class = SequenceClassifierOutput
 
     def __init__(self, config: LengthwiseEncoderConfig) -> None:
         super().__init__(config)
         self.num_labels = config.num_labels
-        self.transformer = LengthwiseEncoder(config)
         self.score = nn.Linear(config.n_embd, int(config.num_labels or 2))
         self.post_init()
 
-    @can_return_tuple  # type: ignore[untyped-decorator]
-    def forward(  # type: ignore[misc]
-        self,
-        input_ids: Int[Tensor, "batch token"] | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Int[Tensor, "#batch token"] | None = None,
-        inputs_embeds: Float[Tensor, "batch token width"] | None = None,
-        labels: Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> SequenceClassifierOutput:
-        """Logits (batch, num_labels) from the pooled tokens of each text, and the loss of labels if there are any."""
-        out = self.transformer(
-            input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            **kwargs,
-        )
-        x = out.last_hidden_state
+    def _logits(self, x: Float[Tensor, "batch token width"], attention_mask: Tensor | None) -> Any:
+        """Of every text, (batch, num_labels), from its pooled tokens."""
         real = None if attention_mask is None or attention_mask.ndim != 2 else attention_mask.to(x.device).bool()
-        logits = self.score(pool_tokens(x, real, self.config.pooling))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(labels=labels, pooled_logits=logits, logits=logits, config=self.config, **kwargs)
-        return SequenceClassifierOutput(
-            loss=loss, logits=logits, hidden_states=out.hidden_states, attentions=out.attentions
-        )
+        return self.score(pool_tokens(x, real, self.config.pooling))
+
+    def _loss(self, logits: Tensor, labels: Tensor, **kwargs: Any) -> Any:
+        """Of classes, of several classes at once, or of numbers, as the config has it."""
+        scores = {"logits": logits, "pooled_logits": logits}
+        return self.loss_function(labels=labels, config=self.config, **scores, **kwargs)
 
 
 def pool_tokens(

@@ -5,7 +5,7 @@ loaded here: the command line is made from these fields.
 """
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from lengthwise.evaluate.config import EvalConfig
 from lengthwise.options import option
@@ -28,6 +28,27 @@ NOT_SHARED = frozenset(
 """Options of training that a study sets itself for each run."""
 
 
+class HypothesisKind(NamedTuple):
+    """What is expected of an encoding at eight times the training length: a quantity on one side of a bound."""
+
+    quantity: Literal["rise", "ndcg", "length"]
+    """The rise of the loss's metric, the change of nDCG@10, or the longest length whose documents it takes."""
+    words: str
+    is_upper: bool
+    """Whether the quantity is expected up to the bound, or from it."""
+    format: str
+
+
+HYPOTHESIS_KINDS = {
+    "at_most": HypothesisKind("rise", "rise at most", True, "+.1%"),
+    "above": HypothesisKind("rise", "rise above", False, "+.1%"),
+    "ndcg_at_least": HypothesisKind("ndcg", "nDCG@10 changes by at least", False, "+.3f"),
+    "ndcg_below": HypothesisKind("ndcg", "nDCG@10 changes by less than", True, "+.3f"),
+    "length_at_most": HypothesisKind("length", "takes documents of at most", True, ",.0f"),
+}
+"""All but the first two are of retrieval."""
+
+
 @dataclass(frozen=True)
 class StudyConfig:
     """The options of a study; `training` and `evaluation` are those that all of its runs share."""
@@ -48,7 +69,7 @@ class StudyConfig:
     retries: int = option(3, "ray and slurm: how often a run goes on elsewhere whose worker was lost")
     upload: str | None = option(None, "where finished runs are copied to, by fsspec: s3://bucket/study")
     hypotheses: dict[str, dict[str, float]] = option(  # noqa: RUF009
-        {}, 'the rise expected at eight times the length: {"cable": {"at_most": 0.01}, "rope": {"above": 0.2}}'
+        {}, 'what is expected at eight times the length: {"cable": {"at_most": 0.01}, "rope": {"above": 0.2}}'
     )
     paper: str | None = option(None, "the paper's table to print beside, e.g. fineweb-edu-medium")
     tune: bool = option(

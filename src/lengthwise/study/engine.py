@@ -43,7 +43,9 @@ def parallel_jobs(config: StudyConfig, waiting: list[StudyRun]) -> int:
         return config.jobs
     device = config.training.device
     on_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
-    return max(1, min(torch.get_num_threads(), len(waiting))) if on_cpu else 1
+    # A run that starts from another cannot train beside it.
+    chains = {run.config.start_from or run.config.out for run in waiting}
+    return max(1, min(torch.get_num_threads(), len(chains))) if on_cpu else 1
 
 
 class TrainingJob(ABC):
@@ -92,6 +94,7 @@ def train_runs(
     """Train runs by their own commands, each in a process of its own; how each ended.
 
     Whatever ends one, the others continue; each has its memory for itself, and its output goes to a log file.
+    A run that starts from another one begins when that has ended, and not if it failed.
     `finished` is called with each that ended well, while others train.
     """
     folder = out / "training"
@@ -102,10 +105,13 @@ def train_runs(
     with _exit_on_signals():
         try:
             while waiting or running:
-                while waiting and len(running) < engine.jobs:
-                    run = waiting.pop(0)
+                while len(running) < engine.jobs and (run := _next_run(waiting, running)) is not None:
+                    waiting.remove(run)
+                    start = Path(run.config.start_from or "").name
                     if run.is_being_trained:
                         ended[run.name] = TrainingOutcome(0.0, 0, 0, TRAINED_ELSEWHERE)
+                    elif start in ended and ended[start].failure is not None:
+                        ended[run.name] = TrainingOutcome(0.0, 0, 0, f"it starts from {start}, which failed")
                     else:
                         progress.start(f"training {run.name}")
                         running.append(engine.start(run, folder / f"{run.name}.log"))
@@ -129,6 +135,12 @@ def train_runs(
             for child in running:
                 child.wait()
     return ended
+
+
+def _next_run(waiting: list[StudyRun], running: list[TrainingJob]) -> StudyRun | None:
+    """The first that does not start from a run that is still to be trained."""
+    unfinished = {run.config.out for run in (*waiting, *(job.run for job in running))}
+    return next((run for run in waiting if run.config.start_from not in unfinished), None)
 
 
 class LocalPool(Engine):

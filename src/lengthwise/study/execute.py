@@ -14,14 +14,16 @@ import dataclasses
 import json
 import logging
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from lengthwise import __version__
-from lengthwise.data.retrieval import RetrievalSet, check_set, retrieval_set
+from lengthwise.data.retrieval import check_set
 from lengthwise.data.sources import resolve
 from lengthwise.encodings import PositionError
 from lengthwise.encodings.registry import find
@@ -29,6 +31,7 @@ from lengthwise.evaluate import LengthTable, Score
 from lengthwise.evaluate.config import ResolvedEvalConfig
 from lengthwise.evaluate.corpus import Corpus
 from lengthwise.evaluate.retrieval import (
+    EncodedSets,
     RetrievalScore,
     as_scores,
     load_for_retrieval,
@@ -41,7 +44,7 @@ from lengthwise.evaluate.tasks import TaskScore
 from lengthwise.files import file_hash, open_storage, write_atomic
 from lengthwise.inspect import position_maps
 from lengthwise.inspect.skipping import skipped_shares
-from lengthwise.loading import LoadedModel, load_tokenizer_of, resolve_device
+from lengthwise.loading import LoadedModel, load_tokenizer_of, resolve_device, tokenizer_id
 from lengthwise.model.stretch.spec import parse_stretch
 from lengthwise.study.config import StudyConfig
 from lengthwise.study.engine import TRAINED_ELSEWHERE, StudyProgress, train_runs
@@ -83,22 +86,17 @@ def run_study(config: StudyConfig) -> str:
     before = stored_seconds(out)
     evaluator = RunEvaluator(evaluation, out, config.training.device)
     with StudyProgress([*runs, *later], measured_tokens=evaluation.windows * sum(evaluation.lengths)) as progress:
-        waiting = [run for run in runs if not run.is_finished]
+        waiting = [run for run in (*runs, *later) if not run.is_finished]
         if config.train:
 
             def report_so_far(run: StudyRun) -> None:
-                others = {other.name: "not trained yet" for other in runs if not other.is_finished}
+                others = {other.name: "not trained yet" for other in waiting if not other.is_finished}
                 results(config, runs, later, evaluator, others, before + time.monotonic() - began, progress)
 
             # Where others train, this machine is free to measure meanwhile.
             finished = None if config.engine == "local" else report_so_far
             with closing(make_engine(config, waiting)) as engine:
                 ended = train_runs(waiting, out=out, engine=engine, progress=progress, finished=finished)
-            trained = {run.config.out for run in runs if run.is_finished}
-            after = [run for run in later if not run.is_finished and run.config.start_from in trained]
-            if after:
-                with closing(make_engine(config, after)) as engine:
-                    ended |= train_runs(after, out=out, engine=engine, progress=progress)
             missing = {name: outcome.failure for name, outcome in ended.items() if outcome.failure is not None}
         else:
             missing = {r.name: TRAINED_ELSEWHERE if r.is_being_trained else "not trained yet" for r in waiting}
@@ -153,7 +151,8 @@ def results(
     for run in (run for run in later if run.is_finished):
         progress.start(f"retrieving with {run.name}")
         try:
-            retrieval += evaluator.retrieve(run, with_bm25=not retrieval)
+            retrieval += [] if retrieval else evaluator.bm25(run)
+            retrieval += evaluator.retrieve(run)
         except MEASURE_ERRORS as error:
             log.warning("%s could not be measured: %s", run.name, error)
             missing[run.name] = f"could not be measured: {error}"
@@ -189,25 +188,23 @@ class RunEvaluator:
         self.config, self.out, self.device = config, out, device
         self.corpora = Corpora(config)
         self._loaded: tuple[str, LoadedModel] | None = None
-        self.retrieval_set: RetrievalSet | None = None
+        self.retrieval_sets = EncodedSets(config.retrieval_set)
 
     def measure(self, run: StudyRun) -> tuple[list[Score], list[TaskScore], dict[int, float]]:
         """The scores of a finished run, and how much of attention's work is skipped by length."""
-        key, path = self.key(run), self.out / "scores" / f"{run.name}.json"
-        content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-        if content.get("key") != key:
-            loaded = self.load(run)
+
+        def compute() -> dict[str, Any]:
             specs = [parse_stretch(spec) for spec in self.config.stretch]
-            scores, tasks = Measurement(loaded, self.config, self.corpora, specs).run(tasks=False)
-            content = {
-                "key": key,
-                "scores": [dataclasses.asdict(score) for score in scores],
-                "tasks": [dataclasses.asdict(score) for score in tasks],
+            scores, tasks = Measurement(self.load(run), self.config, self.corpora, specs).run(tasks=False)
+            self.picture(run).unlink(missing_ok=True)
+            return {
+                "scores": list(map(dataclasses.asdict, scores)),
+                "tasks": list(map(dataclasses.asdict, tasks)),
                 "skipped": self.skipped(run),
             }
-            write_atomic(path, json.dumps(content))
-            self.picture(run).unlink(missing_ok=True)
-        skipped = {int(length): share for length, share in content.get("skipped", {}).items()}
+
+        content = stored(self.out / "scores" / f"{run.name}.json", self.key(run), compute)
+        skipped = {int(length): share for length, share in content["skipped"].items()}
         return [Score.from_json(s) for s in content["scores"]], [TaskScore(**s) for s in content["tasks"]], skipped
 
     def skipped(self, run: StudyRun) -> dict[int, float]:
@@ -222,34 +219,46 @@ class RunEvaluator:
             return {length: sum(shares) / len(shares)}
         return {}
 
-    def retrieve(self, run: StudyRun, *, with_bm25: bool) -> list[RetrievalScore]:
-        """How a finished contrastive run finds documents at every length; once for a study with BM25 before it."""
-        weights = [file_hash(path) for path in sorted(self.final(run).glob("*.safetensors"))]
-        key: dict[str, Any] = {"set": self.config.retrieval_set, "lengths": self.config.lengths, "weights": weights}
-        key |= {"version": __version__, "bm25": with_bm25}
-        path = self.out / "retrieval" / f"{run.name}.json"
-        content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-        if content.get("key") != key:
-            self.retrieval_set = self.retrieval_set or retrieval_set(self.config.retrieval_set)
+    def retrieve(self, run: StudyRun) -> list[RetrievalScore]:
+        """How a finished contrastive run finds documents at every length."""
+
+        def compute() -> dict[str, Any]:
             loaded = load_for_retrieval(str(self.final(run)), name=run.name, device=self.device)
             assert loaded.tokenizer is not None
-            lengths, corpus = self.config.lengths, self.retrieval_set
-            scores = score_bm25(loaded.tokenizer, corpus, lengths) if with_bm25 else []
-            scores += score_retrieval(loaded, corpus, lengths, pooling=pooling_of(self.final(run), loaded.model))
-            content = {"key": key, "scores": [dataclasses.asdict(score) for score in scores]}
-            write_atomic(path, json.dumps(content))
-        return as_scores(content["scores"])
+            texts, pooling = self.retrieval_sets.read(loaded.tokenizer), pooling_of(self.final(run), loaded.model)
+            scores = score_retrieval(loaded, texts, self.config.lengths, pooling=pooling)
+            return {"scores": list(map(dataclasses.asdict, scores))}
+
+        key = self.retrieval_key() | {"weights": self.weights(run)}
+        return as_scores(stored(self.out / "retrieval" / f"{run.name}.json", key, compute)["scores"])
+
+    def bm25(self, run: StudyRun) -> list[RetrievalScore]:
+        """How BM25 finds the same documents, in the tokens of a finished run."""
+        tokenizer = self.tokenizer(run)
+
+        def compute() -> dict[str, Any]:
+            scores = score_bm25(self.retrieval_sets.read(tokenizer), self.config.lengths)
+            return {"scores": list(map(dataclasses.asdict, scores))}
+
+        key = self.retrieval_key() | {"tokenizer": tokenizer_id(tokenizer)}
+        return as_scores(stored(self.out / "retrieval" / "BM25.json", key, compute)["scores"])
+
+    def retrieval_key(self) -> dict[str, Any]:
+        """What every measurement of retrieval depends on."""
+        return {"set": self.config.retrieval_set, "lengths": self.config.lengths, "version": __version__}
 
     def key(self, run: StudyRun) -> dict[str, Any]:
         """What a measurement depends on: if any of it changes, the run is measured again."""
-        weights = [file_hash(path) for path in sorted(self.final(run).glob("*.safetensors"))]
-        key = {
+        return {
             "measure": dataclasses.asdict(self.config),
-            "weights": weights,
+            "weights": self.weights(run),
             "text": self.corpus(run).sha256,
             "version": __version__,
         }
-        return dict(json.loads(json.dumps(key)))
+
+    def weights(self, run: StudyRun) -> list[str]:
+        """The same for the same weights."""
+        return [file_hash(path) for path in sorted(self.final(run).glob("*.safetensors"))]
 
     def draw(self, run: StudyRun) -> dict[str, str]:
         """The final layer's heads on held-out text: the bias, or the scores where nothing is added to them.
@@ -276,10 +285,14 @@ class RunEvaluator:
 
     def corpus(self, run: StudyRun) -> Corpus:
         """The held-out text in the run's tokens."""
+        return self.corpora.read(self.tokenizer(run))
+
+    def tokenizer(self, run: StudyRun) -> PreTrainedTokenizerBase:
+        """The run's own."""
         tokenizer = load_tokenizer_of(self.final(run))
         if tokenizer is None:
             raise FileNotFoundError(f"{self.final(run)} must have the run's tokenizer, got none")
-        return self.corpora.read(tokenizer)
+        return tokenizer
 
     def load(self, run: StudyRun) -> LoadedModel:
         """The run's final model; the last one stays loaded."""
@@ -292,6 +305,16 @@ class RunEvaluator:
         """The folder of the run's final model."""
         assert run.run is not None
         return run.run.final
+
+
+def stored(path: Path, key: dict[str, Any], compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The content of a file if it was written with that key; else it is computed and written."""
+    key = json.loads(json.dumps(key))
+    content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    if content.get("key") != key:
+        content = {"key": key} | compute()
+        write_atomic(path, json.dumps(content))
+    return content
 
 
 def stored_seconds(out: Path) -> float:

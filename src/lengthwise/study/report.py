@@ -19,6 +19,7 @@ from lengthwise.evaluate.statistics import Interval
 from lengthwise.evaluate.table import format_value, length_figure, markdown, rise_figure
 from lengthwise.evaluate.tasks import task_rows
 from lengthwise.files import json_text, write_atomic
+from lengthwise.study.config import HYPOTHESIS_KINDS
 from lengthwise.study.results import StudyResults, origin
 from lengthwise.study.runs import StudyRun
 from lengthwise.views.line_plot import Line, lines_figure
@@ -160,30 +161,32 @@ def report_sections(results: StudyResults, out: Path) -> list[Section]:
     sections += retrieval_sections(results)
     if results.tasks:
         sections.append(Section("Tasks", ["Share of answers that are right as a whole."], task_rows(results.tasks)))
-    if (losses := loss_curves(results)) is not None:
-        sections.append(Section("Training", pictures=[losses]))
+    if losses := loss_curves(results):
+        sections.append(Section("Training", pictures=losses))
     if heads := head_maps(results, out):
         sections.append(Section("Heads", ["Final layer, held-out text, query down and key across."], pictures=heads))
     return [
         *sections,
         Section("Speed and memory", table=results.speed_rows()),
-        Section("Commands", code="\n".join(run.command for run in results.runs)),
+        Section("Commands", code="\n".join(run.command for run in (*results.runs, *results.later))),
         Section("Notes", notes(results)),
     ]
 
 
 def retrieval_sections(results: StudyResults) -> list[Section]:
-    """nDCG by length with its figure, its change since the training length, and the paper's table beside."""
+    """nDCG by length with its figure, how it changes and differs, and the paper's table beside."""
     table, length = results.retrieval_table, results.train_length
     if table is None:
         return []
-    figure = Picture(
-        png(retrieval_figure(table, train_length=length)), "Bars are 95 % intervals over modules and seeds."
-    )
+    caption = "Each line is an encoding; the bars are its 95 % intervals over groups of queries and seeds."
+    figure = Picture(png(retrieval_figure(table, train_length=length)), caption, "retrieval")
     sections = [Section("Retrieval by length", table.notes(), table.rows(), [figure])]
     if length in table.lengths and table.lengths[-1] > length:
         words = "The same queries at every length, so what makes them easy or hard cancels; 95 % intervals."
         sections.append(Section("Change of retrieval with length", [words], table.change_rows(length)))
+    if rows := table.difference_rows():
+        words = "The same queries, with 95 % intervals."
+        sections.append(Section("Paired differences of retrieval", [words], rows))
     if rows := paper_retrieval_rows(results.config.paper, table):
         sections.append(Section("Retrieval beside the paper", ["nDCG@10, of 100."], rows))
     return sections
@@ -216,10 +219,25 @@ def summary(results: StudyResults) -> list[str]:
         rises = sorted((rise - 1, name) for name in table.names if (rise := results.rise(name, far)) is not None)
         changes = ", ".join(f"{name} {rise:+.1%}" for rise, name in rises)
         sentences.append(f"From {length:,} to {far:,} tokens the {results.metric_name} changes by: {changes}.")
+        sentences += retrieval_summary(results, far)
     if late := results.under_trained():
         gaps = ", ".join(f"{name} ({results.gap(name) - 1:.0%} above the best)" for name in late)
         sentences.append(f"Under-trained, so not to be judged beyond the training length: {gaps}.")
     return sentences
+
+
+def retrieval_summary(results: StudyResults, far: int) -> list[str]:
+    """How nDCG changes up to a length, in a sentence; and who takes no documents of it."""
+    table, length = results.retrieval_table, results.train_length
+    if table is None or length not in table.lengths or far not in table.lengths:
+        return []
+    known = [name for name in table.names if table.seeds(name, far) and table.seeds(name, length)]
+    changes = sorted(((table.change(name, far, length)[0], name) for name in known), reverse=True)
+    words = ", ".join(f"{name} {change:+.3f}" for change, name in changes)
+    refused = [name for name in table.names if table.seeds(name, length) and not table.seeds(name, far)]
+    sentence = f"nDCG@10 of documents of {far:,} tokens differs from that of {length:,} by: {words}."
+    sentences = [sentence] if words else []
+    return sentences + ([f"Documents of {far:,} tokens are refused by: {', '.join(refused)}."] if refused else [])
 
 
 def result_rows(results: StudyResults) -> Rows:
@@ -293,12 +311,13 @@ def seed_rows(results: StudyResults) -> Rows:
 
 def hypothesis_rows(results: StudyResults) -> Rows:
     """What was expected, what was measured, and whether it held."""
-    words = {"at_most": "at most", "above": "above"}
-    rows = [["encoding", f"rise at {results.far_length or 0:,}", "measured", "95 % interval", "verdict"]]
+    rows = [["encoding", f"expected at {results.far_length or 0:,}", "measured", "95 % interval", "verdict"]]
     for judged in results.hypotheses():
-        expected = f"{words[judged.kind]} {judged.bound:+.0%}"
-        measured = ", ".join(f"{rise:+.1%}" for rise in judged.rises) or "-"
-        rows.append([judged.encoding, expected, measured, _percent(judged.interval), judged.verdict])
+        kind = HYPOTHESIS_KINDS[judged.kind]
+        expected = f"{kind.words} {judged.bound:{kind.format}}"
+        measured = ", ".join(f"{value:{kind.format}}" for value in judged.values) or "-"
+        interval = "-" if judged.interval is None else " to ".join(f"{end:{kind.format}}" for end in judged.interval)
+        rows.append([judged.encoding, expected, measured, interval, judged.verdict])
     return rows if results.config.hypotheses else []
 
 
@@ -363,10 +382,20 @@ def paper_rows(name: str | None, table: LengthTable) -> Rows:
     return rows
 
 
-def loss_curves(results: StudyResults) -> Picture | None:
-    """The training loss of each encoding, a mean over a hundredth of its steps at a time."""
+def loss_curves(results: StudyResults) -> list[Picture]:
+    """The training loss of each encoding, and of its contrastive training, with the first seed."""
+    seeds = results.config.seeds
+    seed = f", seed {seeds[0]}" if len(seeds) > 1 else ""
+    stages = [("Training loss", "loss (nats per token)", "losses", results.runs)]
+    stages += [("Contrastive training loss", "loss (nats per query)", "contrastive", results.later)]
+    pictures = [_loss_curve(title, up, name, first_runs(results, runs), seed) for title, up, name, runs in stages]
+    return [picture for picture in pictures if picture is not None]
+
+
+def _loss_curve(title: str, up: str, name: str, runs: Sequence[StudyRun], seed: str) -> Picture | None:
+    """A mean over a hundredth of the steps at a time."""
     lines = []
-    for run in first_runs(results):
+    for run in runs:
         metrics = run.run.metrics if run.run is not None else []
         size = max(1, len(metrics) // 100)
         groups = [metrics[i : i + size] for i in range(0, len(metrics), size)]
@@ -375,21 +404,18 @@ def loss_curves(results: StudyResults) -> Picture | None:
             lines.append(Line(run.encoding, [group[-1]["step"] for group in groups], losses))
     if not lines:
         return None
-    drawing = lines_figure(
-        lines, title="Training loss", across="step", up="loss (nats per token)", log=False, lengths=False
-    )
-    seed = f", seed {results.config.seeds[0]}" if len(results.config.seeds) > 1 else ""
-    return Picture(png(drawing), f"Mean over a hundredth of the steps at a time{seed}.", "losses")
+    drawing = lines_figure(lines, title=title, across="step", up=up, log=False, lengths=False)
+    return Picture(png(drawing), f"{title}, a mean over a hundredth of the steps at a time{seed}.", name)
 
 
-def first_runs(results: StudyResults) -> list[StudyRun]:
-    """The run of each encoding with the first seed: one picture of each is enough."""
-    return [run for run in results.runs if run.seed == results.config.seeds[0]]
+def first_runs(results: StudyResults, runs: Sequence[StudyRun]) -> list[StudyRun]:
+    """Those with the first seed: one picture of each encoding is enough."""
+    return [run for run in runs if run.seed == results.config.seeds[0]]
 
 
 def head_maps(results: StudyResults, out: Path) -> list[Picture]:
     """The heads of each encoding's run with the first seed."""
-    paths = [(run.encoding, out / "maps" / f"{run.name}.png") for run in first_runs(results)]
+    paths = [(run.encoding, out / "maps" / f"{run.name}.png") for run in first_runs(results, results.runs)]
     return [Picture(path.read_bytes(), encoding) for encoding, path in paths if path.exists()]
 
 

@@ -16,7 +16,7 @@ from lengthwise.evaluate.retrieval import RetrievalScore, RetrievalTable
 from lengthwise.evaluate.statistics import Interval, Sums, t_interval
 from lengthwise.evaluate.tasks import TaskScore
 from lengthwise.files import processor_name
-from lengthwise.study.config import StudyConfig
+from lengthwise.study.config import HYPOTHESIS_KINDS, StudyConfig
 from lengthwise.study.runs import StudyRun
 
 UNDER_TRAINED = 1.25
@@ -38,13 +38,14 @@ Verdict = Literal["held", "failed", "not decided", "not measured"]
 
 @dataclass(frozen=True)
 class JudgedHypothesis:
-    """What was expected of an encoding's rise before the runs, and what was measured."""
+    """What was expected of an encoding before the runs, and what was measured."""
 
     encoding: str
     kind: str
-    """at_most or above"""
+    """One of HYPOTHESIS_KINDS."""
     bound: float
-    rises: list[float]
+    values: list[float]
+    """One a seed."""
     interval: Interval | None
 
     @property
@@ -55,7 +56,7 @@ class JudgedHypothesis:
         below, over = self.interval.high <= self.bound, self.interval.low > self.bound
         if not below and not over:
             return "not decided"
-        return "held" if below == (self.kind == "at_most") else "failed"
+        return "held" if below == HYPOTHESIS_KINDS[self.kind].is_upper else "failed"
 
     def as_json(self) -> dict[str, Any]:
         """For study.json."""
@@ -63,7 +64,7 @@ class JudgedHypothesis:
         return {
             "encoding": self.encoding,
             self.kind: self.bound,
-            "rises": self.rises,
+            "values": self.values,
             "interval": interval,
             "verdict": self.verdict,
         }
@@ -142,15 +143,29 @@ class StudyResults:
             return None
 
     def hypotheses(self) -> list[JudgedHypothesis]:
-        """The study's hypotheses on the rise at the far length, judged."""
-        far, names = self.far_length, self.table.names if self.table is not None else []
+        """The study's hypotheses on the far length, judged."""
         judged = []
         for encoding, bounds in self.config.hypotheses.items():
-            known = far is not None and encoding in names
-            rises = self.seed_rises(encoding, far) if known and far is not None else []
-            interval = self.rise_interval(encoding, far) if known and far is not None else None
-            judged += [JudgedHypothesis(encoding, kind, bound, rises, interval) for kind, bound in bounds.items()]
+            for kind, bound in bounds.items():
+                values, interval = self._measured(encoding, HYPOTHESIS_KINDS[kind].quantity)
+                judged.append(JudgedHypothesis(encoding, kind, bound, values, interval))
         return judged
+
+    def _measured(self, name: str, quantity: str) -> tuple[list[float], Interval | None]:
+        """What was measured of a hypothesis: a value a seed, and their interval; none where it was not."""
+        table, retrieval, far, length = self.table, self.retrieval_table, self.far_length, self.train_length
+        if quantity == "rise":
+            if far is None or table is None or name not in table.names:
+                return [], None
+            return self.seed_rises(name, far), self.rise_interval(name, far)
+        if retrieval is None or far is None or name not in retrieval.names:
+            return [], None
+        if quantity == "length":
+            longest = [float(n) for n in retrieval.lengths if retrieval.seeds(name, n)][-1:]
+            return longest, Interval(*longest * 2) if longest else None
+        first, later = ({s.name: s.value() for s in retrieval.seeds(name, n)} for n in (length, far))
+        changes = [later[seed] - first[seed] for seed in later if seed in first]
+        return changes, retrieval.change(name, far, length)[1] if changes else None
 
     def gap(self, name: str) -> float:
         """How many times the best value an encoding has at the training length."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from lengthwise.encodings.registry import find
 from lengthwise.runs import Run
-from lengthwise.study.config import StudyConfig
+from lengthwise.study.config import HYPOTHESIS_KINDS, StudyConfig
 from lengthwise.train.config import ResolvedTrainConfig, TrainConfig
 from lengthwise.train.setup import model_config
 
@@ -116,10 +116,12 @@ def study_runs(config: StudyConfig) -> list[StudyRun]:
     for encoding, bounds in config.hypotheses.items():
         if not is_schedule(encoding):
             find(encoding)
-        if not bounds or bounds.keys() - {"at_most", "above"}:
-            raise ValueError(
-                f"a hypothesis must be 'at_most' or 'above' a number, got {sorted(bounds)} for {encoding!r}"
-            )
+        if not bounds or bounds.keys() - HYPOTHESIS_KINDS.keys():
+            kinds = ", ".join(map(repr, HYPOTHESIS_KINDS))
+            raise ValueError(f"a hypothesis must be one of {kinds} and a number, got {sorted(bounds)} for {encoding!r}")
+        of_retrieval = [kind for kind in bounds if HYPOTHESIS_KINDS[kind].quantity != "rise"]
+        if of_retrieval and not config.evaluation.retrieval:
+            raise ValueError(f"{of_retrieval[0]} is a hypothesis on retrieval, got a study without --retrieval")
     for encoding, given in config.rates.items():
         if unknown := given.keys() - RATES:
             raise ValueError(f"rates must be {', '.join(RATES)}, got {', '.join(sorted(unknown))} for {encoding!r}")
@@ -156,7 +158,7 @@ def contrastive_runs(config: StudyConfig, runs: list[StudyRun]) -> list[StudyRun
     for run in runs:
         own = {"start_from": run.config.out, "seed": run.seed, "out": f"{run.config.out}-retrieval", "resume": True}
         training = TrainConfig(objective="contrastive", **(shared | config.contrastive | own))
-        training.resolved()
+        training.resolved().check_one_batch(1)
         later.append(StudyRun(run.encoding, run.seed, training))
     return later
 

@@ -117,11 +117,11 @@ CONTRASTIVE_RECIPES = {
         tokenizer="start",
         batch_tokens=32_768,
         micro_batch=64,
-        steps=10_000,
+        steps=19_531,
         learning_rate=5e-5,
         final_learning_rate=5e-6,
         encoding_learning_rate=5e-5,
-        warmup=1_000,
+        warmup=977,
     ),
 )
 """For contrastive training: a sequence is a document with its query; the tokenizer is that of --start-from."""
@@ -385,14 +385,18 @@ class ResolvedTrainConfig(Recipe, TrainConfig):
                 raise ValueError(f"--start-from decides the model and --data the pairs, got --{name.replace('_', '-')}")
         if self.tuning or self.separate_documents:
             raise ValueError("contrastive training knows neither --tuning nor --separate-documents")
-        if self.micro_batch < self.sequences:
-            raise ValueError(
-                f"the pairs of a contrastive step are one another's negatives and so one batch: micro_batch must be at "
-                f"least {self.sequences}, got {self.micro_batch}"
-            )
         if self.sequences < 2 and not self.hard_negatives:
             raise ValueError(
                 "contrastive training needs negatives, got one pair a step and --hard-negatives 0; raise --batch-tokens"
+            )
+
+    def check_one_batch(self, processes: int) -> None:
+        """An error unless each of so many processes has its part of a contrastive step as one batch."""
+        part = -(-self.sequences // processes)
+        if self.micro_batch < part:
+            raise ValueError(
+                "the pairs of a contrastive step are one another's negatives, so that every process has its part as "
+                f"one batch: micro_batch must be at least {part}, got {self.micro_batch}"
             )
 
     @property

@@ -3,7 +3,8 @@
     loss of query i = -log softmax over documents j of cos(query i, document j) / temperature, at its own document
 
 The documents are those of all pairs of the step, so that each pair has the others as its negatives, and hard negatives:
-documents that nearly answer a query. A step is one batch of one process, since all of its texts meet.
+documents that nearly answer a query. All of them meet, so that each process has its part of a step as one batch, and
+the vectors of the documents of all processes.
 
 The final folder has the files by which sentence-transformers loads it too.
 """
@@ -17,12 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from lengthwise.data.retrieval import Pair, pairs_hash, query_tokens, training_pairs
+from lengthwise.bias import at_least_float32
+from lengthwise.data.retrieval import Pair, TextEncoder, padded, pairs_hash, training_pairs
 from lengthwise.data.tokenizers import with_start_token
 from lengthwise.encodings import Encoding
 from lengthwise.loading import LoadError, load_tokenizer_of, resolve_checkpoint
@@ -31,6 +32,7 @@ from lengthwise.model.encoder import pool_tokens
 from lengthwise.train.config import ResolvedTrainConfig
 from lengthwise.train.distributed import World
 from lengthwise.train.objectives import HeldOut, Inputs, Objective
+from lengthwise.train.validation import mean_over_processes
 
 LONGEST = 32_768
 """Tokens after which sentence-transformers cuts a text, where the encoding has no end of its own."""
@@ -49,6 +51,7 @@ class ContrastiveObjective(Objective):
         self.tokenizer = with_start_token(tokenizer) if config.pooling == "first" else tokenizer
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
+        self.encoder = TextEncoder(self.tokenizer)
         self.pairs, self.held_out_pairs = (training_pairs(config.data, split) for split in ("train", "held-out"))
         self.data_hash = pairs_hash(self.pairs)
         self.targets = config.sequences
@@ -76,31 +79,29 @@ class ContrastiveObjective(Objective):
         """The inputs of some pairs."""
         documents = [pair.positive for pair in pairs]
         documents += [negative for pair in pairs for negative in pair.negatives[: self.config.hard_negatives]]
-        texts = [query_tokens(self.tokenizer, pair.query) for pair in pairs]
-        bodies = [document.tokens(self.tokenizer, self.config.length) for document in documents]
-        padding = int(self.tokenizer.pad_token_id or 0)
-        return *padded(texts, padding), *padded(bodies, padding)
+        texts = [self.encoder.query(pair.query) for pair in pairs]
+        bodies = [self.encoder.document(document, self.config.length) for document in documents]
+        return *padded(texts, self.encoder.padding), *padded(bodies, self.encoder.padding)
 
-    def loss(self, model: Any, *inputs: Any, ring: ProcessGroup | None = None) -> Float[Tensor, ""]:
-        """The sum over the queries."""
-        queries, query_mask, documents, document_mask = inputs
-        vectors = [
-            F.normalize(
-                pool_tokens(model(ids, attention_mask=mask).last_hidden_state, mask, self.config.pooling), dim=-1
-            )
-            for ids, mask in ((queries, query_mask), (documents, document_mask))
-        ]
-        scores = (vectors[0] @ vectors[1].T).float() / self.config.temperature
-        return F.cross_entropy(scores, torch.arange(len(scores), device=scores.device), reduction="sum")
+    def loss(self, model: Any, *inputs: Any, world: World) -> Float[Tensor, ""]:
+        """The sum over the queries of this process, among the documents of all; held-out batches are whole in each."""
+        vectors = []
+        for ids, mask in (inputs[:2], inputs[2:]):
+            x = model(ids, attention_mask=mask).last_hidden_state
+            vectors.append(F.normalize(pool_tokens(x, mask, self.config.pooling), dim=-1))
+        queries, documents = vectors
+        documents, first = world.gather_rows(documents) if model.training else (documents, 0)
+        scores = at_least_float32(queries @ documents.T) / self.config.temperature
+        own = torch.arange(first, first + len(scores), device=scores.device)
+        return F.cross_entropy(scores, own, reduction="sum")
 
     def held_out(self, model: PreTrainedModel) -> HeldOut:
         """The loss of held-out pairs."""
         return HeldOutPairs(self)
 
     def check(self, world: World) -> None:
-        """An error for several processes: the texts of a step meet in one."""
-        if world.size > 1:
-            raise ValueError(f"contrastive training must have one process, got {world.size}")
+        """An error unless each process has its part of a step as one batch."""
+        self.config.check_one_batch(world.readers)
 
     def save(self, folder: Path) -> None:
         """The tokenizer, and what sentence-transformers reads."""
@@ -125,31 +126,19 @@ class HeldOutPairs:
     def losses(self, loss: torch.nn.Module, world: World, dtype: torch.dtype) -> dict[str, float]:
         """The mean loss of a query, by the length of documents."""
         loss.eval()
-        total = 0.0
         with world.autocast(dtype):
-            for pairs in self.batches:
-                total += float(loss(*map(world.put, self.objective.batch(pairs))))
+            mean = mean_over_processes(self.batches, lambda pairs: self._sum(loss, pairs, world), world)
         loss.train()
-        return {str(self.objective.config.length): total / sum(map(len, self.batches))}
+        return {str(self.objective.config.length): mean}
+
+    def _sum(self, loss: torch.nn.Module, pairs: Sequence[Pair], world: World) -> tuple[Tensor, int]:
+        return loss(*map(world.put, self.objective.batch(pairs))), len(pairs)
 
     def sample(self) -> Int[Tensor, "batch token"]:
         """Two documents, for the snapshots of the position maps."""
-        documents = [pair.positive for pair in self.objective.held_out_pairs[:2]]
-        ids = [d.tokens(self.objective.tokenizer, self.objective.config.length) for d in documents]
-        return torch.tensor([row[: min(map(len, ids))] for row in ids])
-
-
-def padded(
-    rows: Sequence[Sequence[int]], padding: int
-) -> tuple[Int[Tensor, "batch token"], Bool[Tensor, "batch token"]]:
-    """Token ids of one length, and a mask that is True for tokens."""
-    length = max(map(len, rows))
-    ids = torch.full((len(rows), length), padding)
-    mask = torch.zeros(len(rows), length, dtype=torch.bool)
-    for number, row in enumerate(rows):
-        ids[number, : len(row)] = torch.tensor(row)
-        mask[number, : len(row)] = True
-    return ids, mask
+        encoder, length = self.objective.encoder, self.objective.config.length
+        ids = [encoder.document(pair.positive, length) for pair in self.objective.held_out_pairs[:2]]
+        return torch.from_numpy(np.stack([row[: min(map(len, ids))] for row in ids])).long()
 
 
 def write_sentence_transformers(folder: Path, config: Any, pooling: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
@@ -103,6 +104,13 @@ class World:
         """Around what multiplies matrices in a dtype."""
         return torch.autocast(self.device.type, dtype) if dtype == torch.bfloat16 else nullcontext()
 
+    def gather_rows(self, rows: Float[Tensor, "row width"]) -> tuple[Float[Tensor, "every width"], int]:
+        """The rows of all processes, which may have different numbers of them, and where this one's begin.
+
+        Gradients flow back to the process whose row it is, from all processes.
+        """
+        return (rows, 0) if self.size == 1 else _gather_rows(rows, self.rank, self.size)
+
     def on_first(self, function: Callable[[], T]) -> T | None:
         """Call a function in the first process only: its result there, None in the others, its error in all."""
         result: T | None = None
@@ -176,6 +184,32 @@ class World:
             flat = self.sum(torch.cat([gradient.flatten() for gradient in gradients])) / self.size
             for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
                 gradient.copy_(part.view_as(gradient))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _gather_rows(rows: Tensor, rank: int, size: int) -> tuple[Tensor, int]:
+    counts = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(size)]
+    dist.all_gather(counts, torch.tensor([len(rows)], device=rows.device))
+    sizes = [int(count) for count in counts]
+    return cast(Tensor, _GatheredRows.apply(rows, sizes, rank)), sum(sizes[:rank])
+
+
+class _GatheredRows(torch.autograd.Function):
+    """Rows of all processes, one after another."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sizes: list[int], rank: int) -> Tensor:
+        ctx.first, ctx.count = sum(sizes[:rank]), sizes[rank]
+        parts = [rows.new_empty(max(sizes), *rows.shape[1:]) for _ in sizes]
+        parts[rank][: ctx.count] = rows
+        dist.all_gather(parts, parts[rank].clone())
+        return torch.cat([part[:count] for part, count in zip(parts, sizes, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(gradient)
+        return gradient[ctx.first : ctx.first + ctx.count], None, None
 
 
 def encoding_parameters(module: nn.Module) -> list[nn.Parameter]:

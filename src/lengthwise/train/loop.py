@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from lengthwise.runs import Run, RunWriter
@@ -48,13 +47,13 @@ log = logging.getLogger(__name__)
 class SummedLoss(nn.Module):
     """The summed loss of some sequences, as a forward pass: DDP and FSDP2 hook no other method."""
 
-    def __init__(self, model: PreTrainedModel, objective: Objective, ring: ProcessGroup | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, objective: Objective, world: World) -> None:
         super().__init__()
-        self.model, self.objective, self.ring = model, objective, ring
+        self.model, self.objective, self.world = model, objective, world
 
     def forward(self, *inputs: Tensor | None) -> Float[Tensor, ""]:
         """The sum of the losses of these inputs; of sequences that processes share, this one's part."""
-        return self.objective.loss(self.model, *inputs, ring=self.ring)
+        return self.objective.loss(self.model, *inputs, world=self.world)
 
 
 def train(config: TrainConfig) -> Run:
@@ -85,7 +84,7 @@ def run(config: ResolvedTrainConfig, world: World) -> None:
             model.gradient_checkpointing_enable()
         dtype = matmul_dtype(config, world.device)
         layers: Any = getattr(model.base_model, "h", ())  # only models of ours are sharded
-        summed_loss = world.wrap(SummedLoss(model, objective, world.ring), layers, dtype)
+        summed_loss = world.wrap(SummedLoss(model, objective, world), layers, dtype)
         optimizers = Optimizers(config, model)
         start, seconds = 0, 0.0
         seed_everything(config.seed, world.rank)

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lengthwise.data import Batches
@@ -112,8 +111,8 @@ class Objective(ABC):
         """Of `count` sequences, the first of them number `first` since training began."""
 
     @abstractmethod
-    def loss(self, model: Any, *inputs: Any, ring: ProcessGroup | None = None) -> Float[Tensor, ""]:
-        """The sum of the losses, not the mean: the parts of a batch may differ in size. `ring` shares the sequences."""
+    def loss(self, model: Any, *inputs: Any, world: World) -> Float[Tensor, ""]:
+        """The sum of the losses, not the mean: the parts of a batch may differ in size."""
 
     @abstractmethod
     def held_out(self, model: PreTrainedModel) -> HeldOut:
@@ -156,11 +155,11 @@ class TokenObjective(Objective):
             positions = rule.draw(first, count, config.length, seed=config.seed)
         return *self.rule.draw(ids, first, seed=config.seed), positions
 
-    def loss(self, model: Any, *inputs: Any, ring: ProcessGroup | None = None) -> Float[Tensor, ""]:
+    def loss(self, model: Any, *inputs: Any, world: World) -> Float[Tensor, ""]:
         """The sum over all targets."""
         read, labels, positions = inputs
-        if ring is not None:
-            return ring_loss(model, read, position_ids=positions, group=ring)
+        if world.ring is not None:
+            return ring_loss(model, read, position_ids=positions, group=world.ring)
         if self.config.goes_on:
             return token_losses(model, read, labels, positions)
         return model.loss(read, labels, position_ids=positions, reduction="sum")

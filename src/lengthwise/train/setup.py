@@ -173,6 +173,7 @@ def _steps_and_rates(config: ResolvedTrainConfig) -> tuple[str, str]:
 
 def _contrastive_dry_run(config: ResolvedTrainConfig) -> str:
     assert config.start_from is not None
+    config.check_one_batch(Hardware.parse(config.hardware or {}).devices)
     pairs = f"{config.sequences:,} pairs a step, with {config.hard_negatives} hard negative(s) each"
     return "\n".join(
         (

@@ -4,8 +4,9 @@ The held-out loss is a quick estimate; `lengthwise evaluate` is the measurement.
 """
 
 import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from lengthwise.train.distributed import World
 from lengthwise.views import Quantity
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 RESOLUTION = 128
 """Tiles along a side of a map that has no structure to describe it by."""
 
@@ -85,22 +87,30 @@ class Validation:
     def _mean_loss(self, loss: nn.Module, length: int, world: World) -> float:
         count = max(1, min(self.config.evaluate_tokens, len(self.tokens)) // length)
         at_once = min(count, max(1, self.config.micro_batch * self.config.length // length))
-        starts = range(0, count, at_once)
-        total = torch.zeros(2, dtype=torch.float64, device=world.device)
-        # Every process makes as many calls as every other, or sharded ones would wait for each other for ever.
-        for turn in range(0, len(starts), world.readers):
-            own = turn + world.reader
-            first = starts[min(own, len(starts) - 1)]
+
+        def measure(first: int) -> tuple[Tensor, int]:
             rows = [self.tokens.read(i * length, length) for i in range(first, min(first + at_once, count))]
             tokens = torch.from_numpy(np.stack(rows))
             positions = document_positions(tokens, self.tokens.end) if self.config.separate_documents else None
             inputs = *self.rule.draw(tokens, first, seed=SEED), positions
             nats = loss(*map(world.put, inputs))
-            if own < len(starts):
-                total[0] += nats
-                total[1] += len(rows) * self.rule.targets(length) if world.is_first_of_ring else 0
-        losses, every = world.sum(total).tolist()
-        return losses / every
+            return nats, len(rows) * self.rule.targets(length) if world.is_first_of_ring else 0
+
+        return mean_over_processes(range(0, count, at_once), measure, world)
+
+
+def mean_over_processes(parts: Sequence[T], measure: Callable[[T], tuple[Tensor, int]], world: World) -> float:
+    """The sum of what each part has, divided by the sum of the counts; every part is measured by one process."""
+    total = torch.zeros(2, dtype=torch.float64, device=world.device)
+    # Every process makes as many calls as every other, or sharded ones would wait for each other for ever.
+    for turn in range(0, len(parts), world.readers):
+        own = turn + world.reader
+        value, count = measure(parts[min(own, len(parts) - 1)])
+        if own < len(parts):
+            total[0] += value
+            total[1] += count
+    every, counts = world.sum(total).tolist()
+    return every / counts
 
 
 def save_map_snapshot(path: Path, model: PreTrainedModel, ids: Int[Tensor, "batch position"], world: World) -> None:
