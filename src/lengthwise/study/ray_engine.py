@@ -15,8 +15,8 @@ from lengthwise.study.engine import Engine, T, TrainingJob, train_to_end
 from lengthwise.study.results import TrainingOutcome
 from lengthwise.study.runs import StudyRun
 
-PROBE_SECONDS = 60.0
-"""How long a machine has to answer."""
+PROBE_SECONDS = 600.0
+"""How long a machine has to answer: a busy one takes minutes to start a worker."""
 
 
 class RayEngine(Engine):
@@ -47,7 +47,13 @@ class RayEngine(Engine):
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
         places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
         answers = [task.options(num_cpus=0, scheduling_strategy=place).remote(argument) for place in places]
-        results: list[T] = ray.get(answers, timeout=PROBE_SECONDS)
+        _, missing = ray.wait(answers, num_returns=len(answers), timeout=PROBE_SECONDS)
+        if missing:
+            raise OSError(
+                f"every machine of the cluster must answer within {PROBE_SECONDS:.0f} seconds, got {len(missing)} of "
+                f"{len(answers)} that did not; see `ray status`"
+            )
+        results: list[T] = ray.get(answers)
         return results
 
     def close(self) -> None:
