@@ -254,6 +254,7 @@ class RunEvaluator:
             "weights": self.weights(run),
             "text": self.corpus(run).sha256,
             "version": __version__,
+            "content": ["scores", "tasks", "skipped"],
         }
 
     def weights(self, run: StudyRun) -> list[str]:
