@@ -54,13 +54,13 @@ def repeats_a_law(parameters: dict[str, object], two_sided: bool) -> bool:
 
     Every causal encoding has every law once, under "auto"; at 32,768 tokens other backends have three encodings.
     """
-    name, elsewhere = str(parameters["name"]), parameters["backend"] != "auto"
+    name, elsewhere = str(parameters["name"]), parameters.get("backend", "auto") != "auto"
     long = getattr(parameters["law"], "__name__", "") == "half_precision_keeps_positions"
     other = name not in ("alibi", "kerple", "cable")
     if two_sided:
         return name in SAME_MODELS or (elsewhere and name not in ONE_OF_EACH_KIND) or (long and (other or elsewhere))
     # Options change numbers, and no kernel.
-    same = name in SAME_KERNELS or "+" in name or bool(parameters["options"])
+    same = name in SAME_KERNELS or "+" in name or bool(parameters.get("options"))
     return elsewhere and (same or (long and other))
 
 
