@@ -161,6 +161,7 @@ NONSENSE = {
     "train": {
         **{"--config": "/dev/null/x", "--out": "/dev/null/x", "--encoding": "x", "--preset": "x", "--data": "x"},
         **{"--held-out": "x", "--tokenizer": "x", "--device": "x", "--positions": "x", "--start-from": "cabel"},
+        "--token-store": "moon://x",
     },
     "evaluate": {
         **{"--text": "x", "--stretch": "x", "--tasks": "x", "--device": "x", "--out": "/dev/null/x"},
@@ -170,7 +171,7 @@ NONSENSE = {
         **{"--config": "/dev/null/x", "--out": "/dev/null/x", "--encodings": "x", "--paper": "x", "--preset": "x"},
         **{"--stretch": "x", "--tasks": "x", "--data": "x", "--tokenizer": "x", "--device": "x", "--text": "x"},
         **{"--positions": "x", "--retrieval-set": "x", "--address": "x"},
-        "--upload": "moon://x",
+        **{"--upload": "moon://x", "--token-store": "moon://x"},
     },
 }
 ANYTHING = {"study": {"--title"}}

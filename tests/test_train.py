@@ -72,6 +72,7 @@ def test_the_kept_config_gives_the_same_numbers_again_with_snapshots_or_without(
         "resume",
         "dry_run",
         "hardware",
+        "token_store",
     }
     assert None not in [run.config[name] for name in dataclasses.asdict(RECIPES["nano"])]
 
@@ -198,8 +199,11 @@ def test_the_papers_runs_are_parsed_and_planned(path, capsys):
     assert f"in {steps:,} steps" in said
 
 
-def test_the_commands_of_the_page_on_training_can_be_given(capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_the_commands_of_the_page_on_training_can_be_given(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "runs/rope/final").mkdir(parents=True)
+    (tmp_path / "runs/rope/final/config.json").write_text('{"model_type": "lengthwise"}')
     page = (ROOT / "docs/train.md").read_text()
     blocks = re.findall(r"^```bash\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     commands = [shlex.split(line.split("train ", 1)[1]) for block in blocks for line in block.splitlines()]

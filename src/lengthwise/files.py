@@ -80,18 +80,6 @@ def appears(path: Path) -> bool:
         time.sleep(0.1)
 
 
-def open_storage(address: str, name: str) -> tuple[Any, str]:
-    """The file system of an address, by fsspec, and the path there; `name` is the option that has it."""
-    # It comes with torch, and is needed only here.
-    import fsspec
-
-    try:
-        system, root = fsspec.core.url_to_fs(address)
-    except (ImportError, ValueError) as error:
-        raise ValueError(f"{name} must be an address that fsspec knows, got {address!r}: {error}") from error
-    return system, root.rstrip("/")
-
-
 def processor_name() -> str:
     """What the processor calls itself."""
     cpuinfo = Path("/proc/cpuinfo")

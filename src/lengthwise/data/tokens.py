@@ -42,9 +42,10 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from lengthwise.data.sources import Split, documents, resolve
+from lengthwise.data.storage import open_storage
 from lengthwise.data.tokenizers import tokenizer_hash
 from lengthwise.errors import check_int
-from lengthwise.files import cache_folder, file_hash, open_storage, replacing, write_atomic
+from lengthwise.files import cache_folder, file_hash, replacing, write_atomic
 
 SHARD = 2**28
 """Characters in a shard: about 60 million tokens of GPT-2's."""

@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from lengthwise import __version__
 from lengthwise.data.retrieval import check_set
 from lengthwise.data.sources import resolve
+from lengthwise.data.storage import open_storage
 from lengthwise.encodings import PositionError
 from lengthwise.encodings.registry import find
 from lengthwise.evaluate import LengthTable, Score
@@ -41,7 +42,7 @@ from lengthwise.evaluate.retrieval import (
 )
 from lengthwise.evaluate.run import Corpora, Measurement, load_for_evaluation
 from lengthwise.evaluate.tasks import TaskScore
-from lengthwise.files import file_hash, open_storage, write_atomic
+from lengthwise.files import file_hash, write_atomic
 from lengthwise.inspect import position_maps
 from lengthwise.inspect.skipping import skipped_shares
 from lengthwise.loading import LoadedModel, load_tokenizer_of, resolve_device, tokenizer_id
@@ -72,8 +73,9 @@ def run_study(config: StudyConfig) -> str:
     began = time.monotonic()
     check_paper(config.paper)
     check_engine(config)
-    if config.upload is not None:
-        open_storage(config.upload, "--upload")
+    for address, name in ((config.upload, "--upload"), (config.training.token_store, "--token-store")):
+        if address is not None:
+            open_storage(address, name)
     resolve_device(config.training.device)
     if config.tune:
         config = with_tuned_rates(config)

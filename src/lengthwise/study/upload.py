@@ -5,7 +5,7 @@ and read-only: config, metrics, maps and the final model, without checkpoints. T
 that a copy is whole or not yet one.
 """
 
-from lengthwise.files import open_storage
+from lengthwise.data.storage import open_storage
 from lengthwise.runs import CHECKPOINTS, FINAL, LOCK, SEAL, Run
 
 
