@@ -14,7 +14,7 @@ from test_study import small
 from train_kit import numbers
 
 from lengthwise.cli import main
-from lengthwise.files import open_storage
+from lengthwise.data.storage import open_storage
 from lengthwise.runs import Run
 from lengthwise.study.engine import Engine, LocalPool, StudyProgress, answer_probe, check_shared, train_runs
 from lengthwise.study.engines import check_engine, make_engine

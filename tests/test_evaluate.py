@@ -11,6 +11,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from matplotlib.legend import Legend
 from model_kit import CASES, loud_model
 from tokenizers.processors import TemplateProcessing
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
@@ -26,6 +27,7 @@ from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.model.families import max_length
 from lengthwise.model.stretch import stretching
 from lengthwise.model.stretch.spec import parse_stretch
+from lengthwise.views.line_plot import Line, lines_figure
 
 STORY = ["Zoë saw 3 ships — and a crow.\n" * 5, "", "the second text is longer: " * 21, "日本語 ends it\n" * 7]
 DYNAMIC = [case for case in CASES if case == "rope-dynamic"]
@@ -390,3 +392,10 @@ def test_an_empty_table_a_name_that_comes_twice_and_an_empty_text_are_refused(ta
         LengthTable([*table.scores, table.scores[0]])
     with pytest.raises(ValueError, match="at least two tokens"):
         read_corpus(["", ""], bytes_tokenizer)
+
+
+def test_the_key_of_a_figure_has_room_for_long_names():
+    figure = lines_figure([Line("rope-1337+leaky-rerope:1024:8", [1, 2], [1, 2])], title="", across="x", up="y")
+    figure.canvas.draw()
+    (legend,) = figure.findobj(Legend)
+    assert all(text.get_window_extent().x1 <= figure.bbox.x1 for text in legend.get_texts())

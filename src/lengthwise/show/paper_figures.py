@@ -10,7 +10,7 @@ from typing import Any, Literal
 from lengthwise.model import LengthwiseConfig
 from lengthwise.views import Quantity
 
-Follows = Literal["distance", "tokens"]
+Follows = Literal["distance", "positions", "tokens"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +23,7 @@ class PaperFigure:
     options: Mapping[str, Any] = field(default_factory=dict)
     quantity: Quantity = "bias"
     follows: Follows = "distance"
-    """What decides a value: the distance alone, or the tokens too."""
+    """What decides a value: the distance alone, both positions, or the tokens too."""
     printed: str = ""
     """The range that the paper's figure has, where it can be read off."""
     constant_from: int | None = None
@@ -74,6 +74,7 @@ FIGURES = (
         13,
         "fire",
         "FIRE: a small network of the relative distance, uniform along diagonals up to its L.",
+        follows="positions",  # beyond its L, which is learned, rows are stretched
         printed="all values negative, about \N{MINUS SIGN}7 to \N{MINUS SIGN}2.2",
     ),
     PaperFigure(

@@ -52,7 +52,7 @@ class Structure:
         """Where it is not what the paper's figure shows, in words; none if all is as it should be."""
         faults = []
         by_tokens, along_diagonals = self.seen(self.context), self.seen(self.diagonals)
-        if figure.follows == "distance" and any(by_tokens):
+        if figure.follows != "tokens" and any(by_tokens):
             faults.append(f"context must be 0, got up to {max(self.context):.3g}")
         if figure.follows == "distance" and any(along_diagonals):
             faults.append(f"diagonals must be uniform, got ranges up to {max(self.diagonals):.3g} along one")

@@ -9,6 +9,8 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from lengthwise.views.style import GREY, LARGE, MIDDLE, SMALL, axes_at, new_figure, write
 
 WIDTH, HEIGHT, LEFT, TOP, BELOW, KEY = 4.2, 2.9, 0.6, 0.42, 0.5, 1.35
+MARK, LETTER = 0.4, 0.056
+"""Inches that a line's mark in the key takes, and a letter of its name."""
 # Okabe and Ito's colours, which colour-blind readers can tell apart; beyond eight lines the dashes differ.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#8C6D31")
 DASHES = ("-", "--", ":", "-.")
@@ -44,7 +46,8 @@ def lines_figure(
     """
     if not lines:
         raise ValueError("a figure must have at least one line, got none")
-    figure = new_figure(LEFT + WIDTH + KEY, TOP + HEIGHT + BELOW)
+    key = max(KEY, MARK + LETTER * max(len(line.name) for line in lines))
+    figure = new_figure(LEFT + WIDTH + key, TOP + HEIGHT + BELOW)
     write(figure, 0.06, 0.06, title, LARGE)
     axes = axes_at(figure, LEFT, TOP, WIDTH, HEIGHT)
     for place, line in enumerate(lines):
