@@ -30,7 +30,7 @@ from lengthwise.train.config import ResolvedTrainConfig
 from lengthwise.train.distributed import World
 from lengthwise.train.positions import PositionRule
 from lengthwise.train.setup import check_positions, make_model, read_data
-from lengthwise.train.theirs import token_losses
+from lengthwise.train.theirs import summed_token_loss
 from lengthwise.train.validation import Validation
 
 Inputs = tuple[Tensor | None, ...]
@@ -161,7 +161,7 @@ class TokenObjective(Objective):
         if world.ring is not None:
             return ring_loss(model, read, position_ids=positions, group=world.ring)
         if self.config.goes_on:
-            return token_losses(model, read, labels, positions)
+            return summed_token_loss(model, read, labels, positions)
         return model.loss(read, labels, position_ids=positions, reduction="sum")
 
     def held_out(self, model: PreTrainedModel) -> HeldOut:

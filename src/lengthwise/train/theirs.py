@@ -38,8 +38,7 @@ def start_tokenizer(config: ResolvedTrainConfig) -> PreTrainedTokenizerFast:
 
 
 def fitted_model(config: ResolvedTrainConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """The model that goes on, in float32, with the run's encoding in it; without one with that which it was fitted
-    with."""
+    """The model that goes on, in float32, with the run's encoding in it, or else the one that it was fitted with."""
     assert config.start_from is not None
     model: Any = load_model(config.start_from, dtype=torch.float32).model
     name = type(model).__name__
@@ -65,7 +64,7 @@ def fitted_model(config: ResolvedTrainConfig, tokenizer: PreTrainedTokenizerFast
     return model
 
 
-def token_losses(
+def summed_token_loss(
     model: Any,
     ids: Int[Tensor, "batch token"],
     labels: Int[Tensor, "batch token"],
