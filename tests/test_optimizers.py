@@ -13,7 +13,7 @@ from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 from lengthwise.runs import Run
 from lengthwise.study import StudyConfig
 from lengthwise.study.results import TrainingOutcome
-from lengthwise.study.tune import encoding_tries, with_tuned_rates
+from lengthwise.study.tune import rate_ladder, with_tuned_rates
 from lengthwise.train import TrainConfig, train
 from lengthwise.train.optimizers import Optimizers
 
@@ -157,16 +157,18 @@ def test_every_encoding_has_as_many_tries_and_the_best_is_chosen(tmp_path, monke
     config = StudyConfig(
         out=str(tmp_path / "study"), encodings=["t5-clamped", "none"], tune_steps=4, training=training, jobs=1
     )
-    tries = {name: [run.resolved for run in encoding_tries(config, name)] for name in config.encodings}
-    assert {len(runs) for runs in tries.values()} == {4}
-    assert len({run.learning_rate for run in tries["t5-clamped"]}) == 1
-    assert len({run.encoding_learning_rate for run in tries["t5-clamped"]}) == 4
-    assert len({run.learning_rate for run in tries["none"]}) == 4
+    ladders = {name: [run.resolved for run in rate_ladder(config, name)] for name in config.encodings}
+    assert len({run.learning_rate for run in ladders["t5-clamped"]}) == 1
+    assert len({run.encoding_learning_rate for run in ladders["t5-clamped"]}) == 6
+    assert len({run.learning_rate for run in ladders["none"]}) == 6
     tuned = with_tuned_rates(config)
     content = json.loads((tmp_path / "study" / "tuning.json").read_text(), parse_constant=pytest.fail)
     for name in config.encodings:
-        *ended_well, diverged = content["tries"][name]
+        # The fourth rung diverges, so that the two below the third are tried.
+        third, diverged, *below = content["tries"][name]
         assert (diverged["loss"], diverged["failure"]) == (None, "exit code 2: loss and gradient must be finite")
-        best = min(ended_well, key=lambda result: result["loss"])
+        lowest = [run.encoding_learning_rate for run in ladders[name][:3]]
+        assert [result["encoding_learning_rate"] for result in (*below, third)] == lowest
+        best = min([third, *below], key=lambda result: result["loss"])
         assert tuned.rates[name]["encoding_learning_rate"] == best["encoding_learning_rate"]
         assert tuned.rates[name]["learning_rate"] == best["learning_rate"]

@@ -1,9 +1,10 @@
 """The learning rates of each encoding, chosen by one rule with an equal budget: no encoding is a starved baseline.
 
-Every encoding gets four short trainings. One with parameters of its own tries four rates for these, the model's rate
-staying the recipe's; one without tries four rates for the model. Each is trained without a twentieth of the training
-text, and the loss on that twentieth, at the training length, decides. The held-out text, which is what a study
-reports, is never looked at, nor is the seed used again.
+Every encoding has a ladder of six rates and four short trainings: at the middle two, and then at the two beyond the
+better of them, up or down. One with parameters of its own has the ladder for these, the model's rate staying the
+recipe's; one without has it for the model. Each is trained without a twentieth of the training text, and the loss on
+that twentieth, at the training length, decides. The held-out text, which is what a study reports, is never looked at,
+nor is the seed used again.
 """
 
 import dataclasses
@@ -24,10 +25,12 @@ from lengthwise.train.config import TrainConfig, recipe_for
 from lengthwise.train.distributed import encoding_parameters
 from lengthwise.train.setup import MODELS, model_config
 
-MODEL_FACTORS = (0.5, 1.0, 2.0, 4.0)
+MODEL_LADDER = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Times the recipe's rate, for the model of an encoding without parameters."""
-ENCODING_FACTORS = (1.0, 3.0, 10.0, 30.0)
+ENCODING_LADDER = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 """Times the recipe's rate, for an encoding's own parameters."""
+MIDDLE, LOWER, UPPER = slice(2, 4), slice(0, 2), slice(4, 6)
+"""Rungs of a ladder."""
 SEED = 7
 VALIDATION_TOKENS = 65_536
 
@@ -35,28 +38,45 @@ VALIDATION_TOKENS = 65_536
 def with_tuned_rates(config: StudyConfig) -> StudyConfig:
     """The study with the rates that were chosen for each of its encodings; tries that are there are not repeated."""
     check_int("tune_steps", config.tune_steps)
-    tries = {encoding: encoding_tries(config, encoding) for encoding in config.encodings}
+    ladders = {encoding: rate_ladder(config, encoding) for encoding in config.encodings}
+    results = _train(config, {encoding: ladder[MIDDLE] for encoding, ladder in ladders.items()})
+    beyond = {encoding: ladder[next_rungs(*results[encoding])] for encoding, ladder in ladders.items()}
+    for encoding, further in _train(config, beyond).items():
+        results[encoding] += further
+    chosen = {encoding: _best_rates(encoding, tried) for encoding, tried in results.items()}
+    born = origin("lengthwise study --tune")
+    content = {"steps": config.tune_steps, "chosen": chosen, "tries": results, "born": born}
+    write_atomic(Path(config.out) / "tuning.json", json_text(content))
+    return dataclasses.replace(config, rates=config.rates | chosen)
+
+
+def _train(config: StudyConfig, tries: dict[str, list[StudyRun]]) -> dict[str, list[dict[str, Any]]]:
+    """The result of every try."""
     every = [run for runs in tries.values() for run in runs]
     waiting = [run for run in every if not run.is_finished]
-    out = Path(config.out)
     engine = make_engine(config, waiting)
     try:
         with StudyProgress(every) as progress:
             # A try that fails, for instance at too high a rate, is one that is not chosen.
             # Its log has a folder of its own: a try's number could be a run's seed.
-            ended = train_runs(waiting, out=out / "tuning", engine=engine, progress=progress)
+            ended = train_runs(waiting, out=Path(config.out) / "tuning", engine=engine, progress=progress)
     finally:
         engine.close()
-    results = {encoding: [_result(run, ended.get(run.name)) for run in runs] for encoding, runs in tries.items()}
-    chosen = {encoding: _best_rates(encoding, tried) for encoding, tried in results.items()}
-    born = origin("lengthwise study --tune")
-    content = {"steps": config.tune_steps, "chosen": chosen, "tries": results, "born": born}
-    write_atomic(out / "tuning.json", json_text(content))
-    return dataclasses.replace(config, rates=config.rates | chosen)
+    return {encoding: [_result(run, ended.get(run.name)) for run in runs] for encoding, runs in tries.items()}
 
 
-def encoding_tries(config: StudyConfig, encoding: str) -> list[StudyRun]:
-    """The four trainings of one encoding."""
+def next_rungs(low: dict[str, Any], high: dict[str, Any]) -> slice:
+    """Where to go on from the results of the middle two: to the better side, and down where neither ended well.
+
+    >>> next_rungs({"loss": 2.7}, {"loss": 2.6}) == UPPER, next_rungs({"loss": 2.7}, {"loss": None}) == LOWER
+    (True, True)
+    """
+    losses = [math.inf if result["loss"] is None else result["loss"] for result in (low, high)]
+    return UPPER if losses[1] < losses[0] else LOWER
+
+
+def rate_ladder(config: StudyConfig, encoding: str) -> list[StudyRun]:
+    """The trainings of one encoding that may be tried, from the lowest rate to the highest."""
     base = dataclasses.replace(
         training_of(config, encoding),
         seed=SEED,
@@ -69,9 +89,9 @@ def encoding_tries(config: StudyConfig, encoding: str) -> list[StudyRun]:
     length = base.resolved().length
     rate = config.training.learning_rate or recipe_for(base.objective, base.preset, base.optimizer).learning_rate
     if has_parameters(base):
-        rates = [(rate, rate * factor) for factor in ENCODING_FACTORS]
+        rates = [(rate, rate * factor) for factor in ENCODING_LADDER]
     else:
-        rates = [(rate * factor, rate * factor) for factor in MODEL_FACTORS]
+        rates = [(rate * factor, rate * factor) for factor in MODEL_LADDER]
     return [
         StudyRun(
             encoding,
