@@ -49,7 +49,7 @@ from lengthwise.loading import LoadedModel, load_tokenizer_of, resolve_device, t
 from lengthwise.model.stretch.spec import parse_stretch
 from lengthwise.study.config import StudyConfig
 from lengthwise.study.engine import TRAINED_ELSEWHERE, StudyProgress, train_runs
-from lengthwise.study.engines import check_engine, make_engine
+from lengthwise.study.engines import make_engine
 from lengthwise.study.report import check_paper, write_report
 from lengthwise.study.results import StudyResults, TrainingOutcome
 from lengthwise.study.runs import StudyRun, contrastive_runs, study_runs
@@ -72,7 +72,6 @@ def run_study(config: StudyConfig) -> str:
     """Do it; the table, the runs that are missing, and the report's path."""
     began = time.monotonic()
     check_paper(config.paper)
-    check_engine(config)
     for address, name in ((config.upload, "--upload"), (config.training.token_store, "--token-store")):
         if address is not None:
             open_storage(address, name)
