@@ -31,15 +31,8 @@ from lengthwise.encodings.registry import find
 from lengthwise.evaluate import LengthTable, Score
 from lengthwise.evaluate.config import ResolvedEvalConfig
 from lengthwise.evaluate.corpus import Corpus
-from lengthwise.evaluate.retrieval import (
-    EncodedSets,
-    RetrievalScore,
-    as_scores,
-    load_for_retrieval,
-    pooling_of,
-    score_bm25,
-    score_retrieval,
-)
+from lengthwise.evaluate.retrieval import EncodedSets, load_for_retrieval, pooling_of, score_bm25, score_retrieval
+from lengthwise.evaluate.retrieval_table import RetrievalScore, as_scores
 from lengthwise.evaluate.run import Corpora, Measurement, load_for_evaluation
 from lengthwise.evaluate.tasks import TaskScore
 from lengthwise.files import file_hash, write_atomic
