@@ -26,7 +26,7 @@ from lengthwise.bias.description import (
     registered_name,
 )
 from lengthwise.bias.distance import Beyond, DistanceBias, LineBias, QueryDistanceBias, Side, picked_columns
-from lengthwise.bias.general import DenseBias, FunctionBias, SumBias
+from lengthwise.bias.general import DenseBias, FunctionBias, SumBias, flat_terms
 from lengthwise.bias.level import Curve, LevelBias
 from lengthwise.bias.precision import (
     at_least_float32,
@@ -62,6 +62,7 @@ __all__ = [
     "block_peaks",
     "described",
     "doubled_sums",
+    "flat_terms",
     "float64_sums",
     "has_float64",
     "picked_columns",

@@ -169,3 +169,10 @@ class SumBias(Bias):
     def first_sequence(self) -> "SumBias":
         """The sum of the terms' own."""
         return type(self)(tuple(term.first_sequence() for term in self.terms))
+
+
+def flat_terms(bias: Bias | None) -> list[Bias]:
+    """The terms that a bias is the sum of, none of them a sum itself."""
+    if isinstance(bias, SumBias):
+        return [own for term in bias.terms for own in flat_terms(term)]
+    return [] if bias is None else [bias]

@@ -15,13 +15,11 @@ from torch import Tensor
 
 from lengthwise.attention.backend import Refusal
 from lengthwise.attention.call import AttentionCall
-from lengthwise.bias import Bias, DistanceBias, LevelBias, LineBias, QueryDistanceBias, SumBias, at_least_float32
+from lengthwise.attention.native.padding import padded
+from lengthwise.bias import DistanceBias, LevelBias, LineBias, QueryDistanceBias, at_least_float32, flat_terms
 
 COLUMNS = 128
 """The kernel reads the bias in blocks of so many keys, so a strip has as much room behind."""
-
-CHANNELS = 16
-"""The kernel reads heads in pieces of so many channels."""
 
 TERMS = 4
 """The kernel has room for so many terms of a bias, where all tables are one."""
@@ -124,7 +122,7 @@ def _of_table(size: torch.Size, columns: Int[Tensor, "batch column"], d_strip: T
 def terms_of(call: AttentionCall) -> tuple[tuple[Term, ...], dict[str, Tensor], tuple[Tensor, ...]] | Refusal:
     """The terms of the bias in plain numbers, what the kernel reads of them, and their sources."""
     found: list[tuple[Term, dict[str, Tensor], tuple[Tensor, ...]]] = []
-    flat = _flattened(call.bias)
+    flat = flat_terms(call.bias)
     tables = [term for term in flat if isinstance(term, DistanceBias)]
     others = [term for term in flat if not isinstance(term, DistanceBias)]
     if any(not isinstance(term, LevelBias | LineBias | QueryDistanceBias) for term in others):
@@ -159,12 +157,6 @@ def terms_of(call: AttentionCall) -> tuple[tuple[Term, ...], dict[str, Tensor], 
         found.append(_line_term(term, call.heads, own))
     tensors = {f"{n}.{name}": x for n, (_, arrays, _) in enumerate(found) for name, x in arrays.items()}
     return tuple(term for term, _, _ in found), tensors, tuple(x for _, _, sources in found for x in sources)
-
-
-def _flattened(bias: Bias | None) -> list[Bias]:
-    if isinstance(bias, SumBias):
-        return [part for term in bias.terms for part in _flattened(term)]
-    return [] if bias is None else [bias]
 
 
 def _term(kind: int, sources: tuple[Tensor, ...], **counts: int) -> Term:
@@ -247,15 +239,3 @@ def _falls_along_rows(bias: LineBias) -> bool:
     table, knots = bias.curve.table, bias.knots
     rising = (table[:, 1:] >= table[:, :-1]).all() & (knots[1:] >= knots[:-1]).all() & (bias.factor >= 0).all()
     return bool(rising)
-
-
-def padded(x: Float[Tensor, "batch head position dim"]) -> Float[Tensor, "batch head position wider"]:
-    """float32 with zeros up to a multiple of the channels that the kernel's registers hold."""
-    missing = padded_size(x.shape[3]) - x.shape[3]
-    x = F.pad(x.float(), (0, missing)) if missing else x.float()
-    return x.contiguous()
-
-
-def padded_size(dim: int) -> int:
-    """So many channels as `padded` gives."""
-    return -(-dim // CHANNELS) * CHANNELS

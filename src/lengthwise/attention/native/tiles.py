@@ -19,6 +19,7 @@ from lengthwise.attention.backend import Output, Plan, Refusal, finite_inputs
 from lengthwise.attention.call import AttentionCall
 from lengthwise.attention.native import build
 from lengthwise.attention.native.intervals import visible_intervals
+from lengthwise.attention.native.padding import padded, padded_size
 from lengthwise.attention.native.tile_terms import (
     LINE,
     PROFILE,
@@ -27,8 +28,6 @@ from lengthwise.attention.native.tile_terms import (
     Tensors,
     Term,
     TermRecord,
-    padded,
-    padded_size,
     terms_of,
 )
 
