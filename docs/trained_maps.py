@@ -7,7 +7,7 @@ import argparse
 import subprocess
 from pathlib import Path
 
-from lengthwise.show.trained import Source, check_sizes, write_trained
+from lengthwise.show.trained_maps import Source, check_sizes, write_trained
 
 
 def head_commit() -> str:

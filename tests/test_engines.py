@@ -17,7 +17,7 @@ from lengthwise.cli import main
 from lengthwise.data.storage import open_storage
 from lengthwise.runs import Run
 from lengthwise.study.engine import Engine, LocalPool, StudyProgress, answer_probe, check_shared, train_runs
-from lengthwise.study.engines import check_engine, make_engine
+from lengthwise.study.engines import make_engine
 from lengthwise.study.execute import run_study
 from lengthwise.study.runs import study_runs
 from lengthwise.study.upload import upload_run
@@ -76,7 +76,7 @@ def test_a_missing_package_is_named_by_its_extra(tmp_path, monkeypatch, capsys, 
 )
 def test_options_of_another_engine_are_refused(tmp_path, options, words):
     with pytest.raises(ValueError, match=words):
-        check_engine(small(tmp_path, **options))
+        small(tmp_path, **options)
 
 
 def test_a_study_is_watched_from_its_folder_alone(tmp_path, capsys):
@@ -93,6 +93,10 @@ def test_a_study_is_watched_from_its_folder_alone(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["study", "--watch", "--plan", *words])
     assert "do one thing each" in capsys.readouterr().err
+    for option, value in (("--jobs", "0"), ("--gpus", "-1")):
+        with pytest.raises(SystemExit):
+            main(["study", "--plan", *words, option, value])
+        assert f"{option[2:]} must be a" in capsys.readouterr().err
 
 
 def test_a_finished_run_is_uploaded_whole_with_its_seal_last_and_once(tmp_path, monkeypatch):

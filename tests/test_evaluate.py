@@ -19,10 +19,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import lengthwise as lw
 from lengthwise.data import documents, load_tokenizer, prepare
 from lengthwise.evaluate import Interval, LengthTable, Score, read_corpus, score_lengths
-from lengthwise.evaluate import losses as losses_module
+from lengthwise.evaluate import memory as memory_module
 from lengthwise.evaluate import table as table_module
 from lengthwise.evaluate.corpus import PROTOCOLS, plan_text_windows
-from lengthwise.evaluate.losses import bytes_needed, fitting_chunk, token_losses
+from lengthwise.evaluate.losses import token_losses
+from lengthwise.evaluate.memory import bytes_needed, fitting_chunk
 from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.model.families import max_length
 from lengthwise.model.stretch import stretching
@@ -235,12 +236,12 @@ def test_memory_chooses_the_chunk_and_refuses_with_the_bytes(text, monkeypatch):
     model = small()
     whole = bytes_needed(model, length=50_000, scored=9)
     assert fitting_chunk(model, length=50_000, scored=9) is None
-    monkeypatch.setattr(losses_module, "total_bytes", lambda: whole)
+    monkeypatch.setattr(memory_module, "total_bytes", lambda: whole)
     chunk = fitting_chunk(model, length=50_000, scored=9)
     assert chunk is not None
     assert bytes_needed(model, length=50_000, scored=9, chunk=chunk) <= whole // 2
     assert bytes_needed(model, length=50_000, scored=9, chunk=2 * chunk) > whole // 2
-    monkeypatch.setattr(losses_module, "total_bytes", lambda: 1000)
+    monkeypatch.setattr(memory_module, "total_bytes", lambda: 1000)
     scores = score_lengths(model, text, [12], name="m")
     assert "bytes, but needs" in scores[0].refused
 

@@ -11,7 +11,7 @@ from inspect_kit import LLAMA
 from torch import Tensor
 
 import lengthwise as lw
-from lengthwise.evaluate.losses import length_dependent
+from lengthwise.evaluate.memory import length_dependent
 from lengthwise.inspect import position_maps
 from lengthwise.model.families.layers import attention_layers
 

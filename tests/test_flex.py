@@ -14,6 +14,7 @@ from torch.nn.attention import flex_attention
 import lengthwise as lw
 from lengthwise.attention import AttentionCall, checked_call, flex, run
 from lengthwise.attention.backend import Refusal
+from lengthwise.attention.flex import masks
 from lengthwise.attention.visibility import Visibility
 from lengthwise.bias import (
     Bias,
@@ -152,10 +153,10 @@ def test_every_mask_is_kept(layout, window):
 def test_blocks_are_left_out_or_taken_whole_only_where_the_mask_says_so(layout, window):
     where = LAYOUTS[layout]()
     call = make_call(queries=where.query_count, layout=where, window=WINDOWS[window])
-    rows, columns = ((-size) % flex.BLOCK for size in (call.queries, call.keys))
+    rows, columns = ((-size) % masks.BLOCK for size in (call.queries, call.keys))
     padded = torch.nn.functional.pad(call.visibility.mask(), (0, columns, 0, rows))
-    blocks = padded.unflatten(3, (-1, flex.BLOCK)).unflatten(2, (-1, flex.BLOCK))
-    some, whole = flex._blocks(call)
+    blocks = padded.unflatten(3, (-1, masks.BLOCK)).unflatten(2, (-1, masks.BLOCK))
+    some, whole = masks.visible_blocks(call)
     assert not (blocks.any(5).any(3) & ~some).any()
     assert not (whole & ~blocks.all(5).all(3)).any()
     if layout == "plain":
@@ -203,12 +204,12 @@ def test_no_mask_is_filled_in(monkeypatch, uncompiled):
 def test_layers_of_one_pass_share_a_block_mask_which_goes_with_the_layout():
     layout = lw.layout(LENGTH)
     first, second, windowed = (make_call(layout=layout, window=window) for window in (None, None, 33))
-    assert flex._block_mask(first) is flex._block_mask(second)
-    assert flex._block_mask(first) is not flex._block_mask(windowed)
-    before = len(flex._block_masks)
+    assert masks.block_mask(first) is masks.block_mask(second)
+    assert masks.block_mask(first) is not masks.block_mask(windowed)
+    before = len(masks._block_masks)
     del first, second, windowed, layout
     gc.collect()
-    assert len(flex._block_masks) == before - 1
+    assert len(masks._block_masks) == before - 1
 
 
 def test_one_kernel_serves_seventy_lengths():

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from model_kit import CASES, SCHEDULES, loud_model, tokens
+from transformers.utils.logging import enable_progress_bar
 
 import lengthwise as lw
 from lengthwise.cli import main
@@ -117,8 +118,12 @@ def test_the_command_exports_the_only_checkpoint_of_a_run(tmp_path, capsys):
     model = loud_model("alibi")
     model.save_pretrained(tmp_path / "run" / "checkpoints" / "last")
     (tmp_path / "run" / "checkpoints" / "last" / "tokenizer.json").write_text("{}")
+    capsys.readouterr()
+    enable_progress_bar()  # which another test's training may have disabled
     main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")])
-    assert "trust_remote_code" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "trust_remote_code" in printed.out
+    assert printed.err == "", "no progress bars where there is no terminal"
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_lengthwise.LengthwiseForCausalLM"
     assert (tmp_path / "out" / "tokenizer.json").is_file()

@@ -363,7 +363,8 @@ def test_levels_in_two_floats_are_float64_s_levels():
 def test_without_float64_steps_become_two_floats(monkeypatch):
     step, slope = torch.rand(2, 3, 600, generator=draws()), torch.rand(1, 3, 1, generator=draws(1))
     wanted = lw.LevelBias.of_steps(step, slope, start=500, queries=100)
-    monkeypatch.setattr("lengthwise.bias.has_float64", lambda device: False)
+    for module in ("level", "precision"):
+        monkeypatch.setattr(f"lengthwise.bias.{module}.has_float64", lambda device: False)
     sums, rest = running_sums(step)
     assert rest is not None
     with torch.no_grad():

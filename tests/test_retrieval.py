@@ -27,16 +27,9 @@ from lengthwise.data.retrieval import (
 from lengthwise.data.tokenizers import load_tokenizer, with_start_token
 from lengthwise.evaluate.corpus import Corpus
 from lengthwise.evaluate.masked import EVERY, masked_places, score_masked_lengths
-from lengthwise.evaluate.retrieval import (
-    RetrievalScore,
-    RetrievalTable,
-    bm25,
-    pooling_of,
-    rank_metrics,
-    score_bm25,
-    score_retrieval,
-    text_vectors,
-)
+from lengthwise.evaluate.ranking import bm25, rank_metrics
+from lengthwise.evaluate.retrieval import pooling_of, score_bm25, score_retrieval, text_vectors
+from lengthwise.evaluate.retrieval_table import RetrievalScore, RetrievalTable
 from lengthwise.loading import LoadedModel
 from lengthwise.testing import assert_near
 

@@ -22,7 +22,7 @@ from lengthwise.train import train
 def little(monkeypatch, tmp_path):
     """GPT-2 Small in small, and a package without trained maps: the commands are the same."""
     monkeypatch.setitem(PRESETS, "small", {"n_layer": 2, "n_head": 2, "n_embd": 16})
-    monkeypatch.setattr("lengthwise.show.trained.FOLDER", tmp_path / "no trained maps")
+    monkeypatch.setattr("lengthwise.show.trained_maps.FOLDER", tmp_path / "no trained maps")
 
 
 @pytest.fixture

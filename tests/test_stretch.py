@@ -289,6 +289,9 @@ def test_a_model_comes_back_bit_for_bit_and_a_copy_is_stretched_by_itself(tmp_pa
     assert stretched(model) is None
 
 
+BAD_FACTORS = ("inf", "nan", "0", "-2", "1e300")
+
+
 @pytest.mark.parametrize(
     ("spec", "error", "words"),
     [
@@ -305,6 +308,9 @@ def test_a_model_comes_back_bit_for_bit_and_a_copy_is_stretched_by_itself(tmp_pa
         ("rerope:7+alibi", OptionError, r"can be '\+logn' and nothing else"),
         ("rerope:99", OptionError, "below the trained length, 23, as they are, got 99"),
         (8, OptionError, "must be written such as 'self-extend:8', got 8"),
+        *((f"yarn:{factor}", OptionError, f"from 1 to 16,777,216, got 'yarn:{factor}'") for factor in BAD_FACTORS),
+        ({"type": "yarn", "factor": float("inf")}, OptionError, "from 1 to 16,777,216, got 'yarn:inf'"),
+        ("self-extend:99999999999999999999", OptionError, "at most 16,777,216, got 'self-extend:9{20}'"),
         ({"type": "longrope"}, ValueError, "rope scaling 'longrope' lacks 'short_factor'"),
     ],
     ids=str,

@@ -21,7 +21,7 @@ from lengthwise.show.gallery import write_gallery
 from lengthwise.show.options import SEQUENCES
 from lengthwise.show.paper_figures import FIGURES, PaperFigure
 from lengthwise.show.structure import COLOURS, Structure
-from lengthwise.show.trained import FOLDER, MOST_BYTES, Source, check_sizes, load_trained, write_trained
+from lengthwise.show.trained_maps import FOLDER, MOST_BYTES, Source, check_sizes, load_trained, write_trained
 from lengthwise.train import train
 from lengthwise.views import load_maps
 from lengthwise.views.described_scores import ContentScores, NetworkBias
@@ -127,7 +127,7 @@ def shown(capsys, *arguments: object) -> str:
 
 def test_the_papers_figures_are_drawn_without_a_model_and_say_what_they_are(written, tmp_path, capsys, monkeypatch):
     folder, _ = written
-    monkeypatch.setattr("lengthwise.show.trained.FOLDER", folder / "maps")
+    monkeypatch.setattr("lengthwise.show.trained_maps.FOLDER", folder / "maps")
     for name in ("initial_model", "load_model", "position_maps"):
         monkeypatch.setattr(
             f"lengthwise.show.paper.{name}", lambda *a, name=name, **k: pytest.fail(f"{name} was called")
@@ -144,7 +144,7 @@ def test_figures_without_trained_maps_are_drawn_at_initial_parameters_and_named(
     folder, _ = written
     (tmp_path / "maps").mkdir()
     (tmp_path / "maps" / "alibi.safetensors").write_bytes((folder / "maps" / "alibi.safetensors").read_bytes())
-    monkeypatch.setattr("lengthwise.show.trained.FOLDER", tmp_path / "maps")
+    monkeypatch.setattr("lengthwise.show.trained_maps.FOLDER", tmp_path / "maps")
     monkeypatch.setattr("lengthwise.show.paper.FIGURES", (FIGURES[1], FIGURES[4]))
     out = shown(capsys, "--paper", "--out", tmp_path / "paper", "--style", "annotated")
     assert out.count("not trained: at its initial parameters") == 1
@@ -193,7 +193,7 @@ def test_a_run_that_was_trained_is_drawn_by_its_steps_and_its_last_maps_are_writ
 
 def test_the_gallery_states_numbers_of_the_maps(written, tmp_path, monkeypatch):
     folder, _ = written
-    monkeypatch.setattr("lengthwise.show.trained.FOLDER", folder / "maps")
+    monkeypatch.setattr("lengthwise.show.trained_maps.FOLDER", folder / "maps")
     assert "8 pictures and page.html" in write_gallery(tmp_path)
     text = (tmp_path / "gallery.md").read_text()
     for link in re.findall(r"\]\(([^)]+)\)", text):
@@ -206,7 +206,7 @@ def test_the_gallery_states_numbers_of_the_maps(written, tmp_path, monkeypatch):
     assert sentence in text.replace("\n", " ")
     page = json.loads(re.search(r'id="data">(.*?)</script>', (tmp_path / "gallery/page.html").read_text(), re.S)[1])
     assert [model["encoding"] for model in page["models"]] == [figure.encoding for figure in FIGURES]
-    monkeypatch.setattr("lengthwise.show.trained.FOLDER", tmp_path / "nothing")
+    monkeypatch.setattr("lengthwise.show.trained_maps.FOLDER", tmp_path / "nothing")
     with pytest.raises(FileNotFoundError, match=r"docs/trained_maps\.py"):
         write_gallery(tmp_path)
 

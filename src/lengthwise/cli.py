@@ -146,13 +146,13 @@ def export_parser() -> OptionParser:
 
 def export(source: str, out: str) -> str:
     """A flat folder with weights and code."""
-    from lengthwise.loading import readable, resolve_checkpoint, undamaged
+    from lengthwise.loading import progress_bars_on_terminals_only, readable, resolve_checkpoint, undamaged
     from lengthwise.model.export import class_of, export
 
     checkpoint = resolve_checkpoint(source)
     with readable(checkpoint):
         loader = class_of(checkpoint).__name__.replace("Lengthwise", "AutoModel")
-    with undamaged(checkpoint):
+    with undamaged(checkpoint), progress_bars_on_terminals_only():
         folder = export(checkpoint, out)
     return f"{folder} loads with {loader}.from_pretrained(..., trust_remote_code=True)"
 

@@ -1,9 +1,10 @@
-"""Files: where the cache is, how one is written whole or not at all, its hash, and whether another machine's is here;
-remote storage; and what this machine's processor is.
+"""Files: where the cache is, how one is written whole or not at all, its hash, whether another machine's is here, and
+whether a name can only be that of one that is missing; and what this machine's processor is.
 
 Folders that are whole or not there are in runs.py.
 """
 
+import difflib
 import hashlib
 import json
 import math
@@ -78,6 +79,24 @@ def appears(path: Path) -> bool:
         if time.monotonic() >= until:
             return False
         time.sleep(0.1)
+
+
+def missing_path(name: str | Path) -> str | None:
+    """What is wrong with a name that can only be that of a folder, which is not there; None for any other.
+
+    >>> missing_path("runs/no-such-run")
+    'there is no such folder here'
+    >>> missing_path("owner/name-on-the-hub")
+    """
+    text, path = str(name), Path(name)
+    if "/" not in text or path.exists():
+        return None
+    if not (text.startswith(("/", "./", "../", "~", "runs/")) or text.count("/") > 1):
+        return None
+    others = os.listdir(path.parent) if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, others, n=1)
+    hint = f"; did you mean {str(path.parent / near[0])!r}?" if near else ""
+    return f"there is no such folder here{hint}"
 
 
 def processor_name() -> str:

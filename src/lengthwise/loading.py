@@ -39,6 +39,7 @@ from lengthwise.data.tokenizers import encode, saved_tokenizer, tokenizer_hash
 from lengthwise.encodings import ENCODINGS
 from lengthwise.encodings.registry import is_encoding
 from lengthwise.errors import OptionError, UserError, check_int
+from lengthwise.files import missing_path
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 from lengthwise.model.adapters import fitted_config
 from lengthwise.model.adapters import load as load_fitted
@@ -103,7 +104,7 @@ def load_model(
         loaded = initial_model(str(source), seed=seed)
         return replace(loaded, name=name or loaded.name, model=_on(place, loaded.model))
     checkpoint = resolve_checkpoint(source)
-    with _progress_bars_on_terminals_only():
+    with progress_bars_on_terminals_only():
         model, tokenizer = _from_pretrained(checkpoint, dtype, trust_remote_code=trust_remote_code)
     model = _on(place, model).eval()
     if not Run.is_run(source):
@@ -122,7 +123,9 @@ def tokenizer_id(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def load_tokenizer_of(source: str | Path) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a run, a checkpoint folder or a name on the hub; None if it has none."""
-    return _tokenizer(resolve_checkpoint(source), trust_remote_code=False)
+    checkpoint = resolve_checkpoint(source)
+    with readable(checkpoint):
+        return _tokenizer(checkpoint, trust_remote_code=False)
 
 
 def initial_model(
@@ -150,6 +153,8 @@ def resolve_checkpoint(source: str | Path) -> str:
         return str(Run(folder).final)
     if folder.exists() and not (folder / "config.json").is_file():
         return str(_only_checkpoint(folder))
+    if (fault := missing_path(source)) is not None:
+        raise LoadError(f"{_EXPECTED}, got {str(source)!r}: {fault}")
     close = difflib.get_close_matches(str(source), ENCODINGS, n=1, cutoff=0.75)
     if close and not folder.exists():
         # Before a request to the hub, which takes long where there is no network.
@@ -225,7 +230,9 @@ def readable(checkpoint: str) -> Iterator[None]:
                 f"{checkpoint} brings code of its own, which could do anything; if you trust it, pass "
                 "--trust-remote-code"
             ) from None
-        raise LoadError(f"{_EXPECTED}, got {checkpoint!r}, which cannot be loaded: {_first_line(error)}") from error
+        place = "" if Path(checkpoint).exists() else "there is no such folder here, and as a name on the hub: "
+        fault = place + _first_line(error)
+        raise LoadError(f"{_EXPECTED}, got {checkpoint!r}, which cannot be loaded: {fault}") from error
 
 
 def _from_pretrained(
@@ -274,7 +281,7 @@ def _tokenizer(checkpoint: str, *, trust_remote_code: bool) -> PreTrainedTokeniz
 
 
 @contextmanager
-def _progress_bars_on_terminals_only() -> Iterator[None]:
+def progress_bars_on_terminals_only() -> Iterator[None]:
     """transformers draws its progress bars into log files too."""
     hide = logging.is_progress_bar_enabled() and not sys.stderr.isatty()
     if hide:

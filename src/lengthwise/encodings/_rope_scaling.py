@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lengthwise.errors import check_number, describe
+from lengthwise.errors import LARGEST, check_number, describe
 from lengthwise.token_layout import Positions
 
 Frequencies = Float[Tensor, "*position pair"]
@@ -59,7 +59,7 @@ class Scaling:
             if lists and not isinstance(value, tuple):
                 raise ValueError(f"{name} must be a list of numbers, one per pair, got {describe(value)}")
             for single in value if isinstance(value, tuple) else (value,):
-                check_number(name, single, "See the paper of the rule.", most=1.0 if f.name == "part" else math.inf)
+                check_number(name, single, "See the paper of the rule.", most=1.0 if f.name == "part" else LARGEST)
 
     def frequencies(self, length: Positions) -> Frequencies:
         """Radians per position, per pair; `length` is that of each token's document."""

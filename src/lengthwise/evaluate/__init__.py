@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lengthwise.evaluate.config import PROTOCOLS, EvalConfig, Protocol
     from lengthwise.evaluate.corpus import Corpus, read_corpus
-    from lengthwise.evaluate.losses import Score, score_lengths
-    from lengthwise.evaluate.retrieval import RetrievalTable, evaluate_retrieval
+    from lengthwise.evaluate.losses import score_lengths
+    from lengthwise.evaluate.retrieval import evaluate_retrieval
+    from lengthwise.evaluate.retrieval_table import RetrievalTable
     from lengthwise.evaluate.run import Evaluation, evaluate_models
+    from lengthwise.evaluate.score import Score
     from lengthwise.evaluate.statistics import Interval, bootstrap, paired_difference
     from lengthwise.evaluate.table import LengthTable
 
@@ -20,8 +22,8 @@ _HOMES = {
     "Interval": "statistics",
     "LengthTable": "table",
     "Protocol": "config",
-    "RetrievalTable": "retrieval",
-    "Score": "losses",
+    "RetrievalTable": "retrieval_table",
+    "Score": "score",
     "bootstrap": "statistics",
     "evaluate_models": "run",
     "evaluate_retrieval": "retrieval",

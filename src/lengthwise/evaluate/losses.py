@@ -13,14 +13,10 @@ first token: such models predict nonsense without it.
 
 import hashlib
 import inspect
-import math
-import os
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,28 +26,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from lengthwise.attention.backend import total_bytes
 from lengthwise.distributed import ring_loss
 from lengthwise.distributed.model import sharing_processes
-from lengthwise.encodings import Encoding, PositionError
+from lengthwise.encodings import PositionError
 from lengthwise.errors import check_int
 from lengthwise.evaluate.config import Protocol
 from lengthwise.evaluate.corpus import Corpus, TextWindow, TextWindowPlan, plan_text_windows
+from lengthwise.evaluate.memory import BATCH_TOKENS, LOGIT_ROWS, bytes_needed, fitting_chunk, length_dependent, sharing
 from lengthwise.evaluate.progress import Progress, work
-from lengthwise.evaluate.statistics import Interval, bootstrap
+from lengthwise.evaluate.score import Score
 from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.model.families import check_length
-from lengthwise.model.fit import Fit, fit_of
 from lengthwise.model.losses import head_loss
-from lengthwise.model.stretch import stretched
 
-BATCH_TOKENS = 8192
-"""Tokens in a batch of windows, unless one window has more."""
 POSITION_GROUPS = 64
 """Groups of places that losses by position are averaged over."""
-SMALLEST_CHUNK = 256
-LOGIT_ROWS = 512
-"""Rows of logits turned into losses at a time."""
 
 
 @dataclass(frozen=True)
@@ -75,82 +64,6 @@ class LengthPlan:
     def work(self) -> float:
         """For the time left."""
         return 0.0 if self.refused else work(self.length, len(self.plan.windows))
-
-
-@dataclass(frozen=True)
-class Score:
-    """The losses of one model on the scored tokens of one length, as sums by document.
-
-    These sums are enough for the perplexity, the bits per byte, their intervals, and the difference from another model
-    on the same tokens; so a score that was written to a file can be compared with one that is measured today.
-    """
-
-    name: str
-    length: int
-    protocol: str
-    """The protocol as a sentence."""
-    source: str
-    """The text that was used."""
-    tokenizer: str
-    """The same for models whose perplexities can be compared."""
-    targets: str = ""
-    """A checksum of the scored tokens and their places: the same means that a paired difference is one."""
-    documents: list[int] = field(default_factory=list)
-    nats: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    bytes: list[int] = field(default_factory=list)
-    positions: list[tuple[int, float]] = field(default_factory=list)
-    """The mean loss by place in the window: the last place of each of up to 64 groups, and its loss."""
-    seconds: float = 0.0
-    refused: str | None = None
-    """Why there is no measurement, if there is none."""
-
-    @property
-    def scored(self) -> int:
-        """How many tokens were scored."""
-        return sum(self.tokens)
-
-    @property
-    def loss(self) -> float:
-        """The mean of -log p over the scored tokens."""
-        return sum(self.nats) / self.scored if self.scored else math.nan
-
-    @property
-    def perplexity(self) -> float:
-        """exp(loss)."""
-        return _exp(self.loss)
-
-    @property
-    def bits_per_byte(self) -> float:
-        """What the scored text costs per byte: comparable whatever the tokenizer."""
-        return sum(self.nats) / sum(self.bytes) / math.log(2) if sum(self.bytes) else math.nan
-
-    def sums(self, metric: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """By document: nats and tokens, or bits and bytes."""
-        nats = np.array(self.nats)
-        if metric == "perplexity":
-            return nats, np.array(self.tokens, dtype=float)
-        return nats / math.log(2), np.array(self.bytes, dtype=float)
-
-    def interval(self, metric: str = "perplexity") -> Interval:
-        """Where the value lies in 95 of 100 resamplings of the documents."""
-        interval = bootstrap([self.sums(metric)])
-        return Interval(*map(_exp, interval)) if metric == "perplexity" else interval
-
-    def as_json(self) -> dict[str, Any]:
-        """All of it, and the values made of it; a file with this is read back by `from_json`."""
-        values = {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte, "scored": self.scored}
-        return asdict(self) | ({} if self.refused else values | {"interval": list(self.interval())})
-
-    @staticmethod
-    def from_json(content: dict[str, Any]) -> "Score":
-        """The score that `as_json` wrote."""
-        fields = {key: value for key, value in content.items() if key in Score.__dataclass_fields__}
-        return Score(**(fields | {"positions": [(int(p), float(v)) for p, v in fields["positions"]]}))
-
-
-def _exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
 
 
 def score_lengths(
@@ -363,84 +276,3 @@ def last_logits(
         arguments["logits_to_keep"] = max(1, keep)
     logits: Tensor = model(inputs, **arguments).logits
     return logits[:, logits.shape[1] - keep :]
-
-
-def sharing(model: PreTrainedModel, length: int) -> int:
-    """How many processes share a window: all, or one if it is too short for all, or the model is not ours."""
-    processes = sharing_processes()
-    return processes if isinstance(model, LengthwiseForCausalLM) and length >= 2 * processes else 1
-
-
-def bytes_needed(
-    model: PreTrainedModel,
-    *,
-    length: int,
-    scored: int,
-    batch: int = 1,
-    chunk: int | None = None,
-    processes: int = 1,
-) -> int:
-    """An estimate of the memory of a pass over windows of this length in one process, beside the weights.
-
-    Processes share a window that is not read in chunks.
-    """
-    config, item = model.config.get_text_config(), next(model.parameters()).element_size()
-    heads = config.num_attention_heads
-    width = config.hidden_size
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    dim = getattr(config, "head_dim", None) or width // heads
-    step = -(-length // processes) if chunk is None else min(chunk, length)
-    keys = 2 * key_heads * dim * item
-    cache = config.num_hidden_layers * keys * length if chunk is not None and step < length else 0
-    # Those of two other processes: what is worked with, and what is on its way.
-    cache += 2 * keys * step if processes > 1 else 0
-    # Four widths in the feed-forward layer, twice over, the tokens, queries, keys, values and output.
-    working = 16 * step * width * item
-    rows = LOGIT_ROWS if isinstance(model, LengthwiseForCausalLM) else min(step, scored)
-    logits = 2 * rows * config.vocab_size * 4
-    scores = 2 * heads * step * length * 4 if config._attn_implementation == "eager" else 0
-    # A window is a mask of booleans to transformers' own attention, filled in.
-    windowed = config._attn_implementation == "sdpa" and getattr(config, "sliding_window", None)
-    return batch * (cache + working + scores + logits + (step * length if windowed else 0))
-
-
-def fitting_chunk(model: PreTrainedModel, *, length: int, scored: int, processes: int = 1) -> int | None:
-    """None where a window, or a process's part of it, fits in half of the memory, else the largest chunk that does.
-
-    An error where none does.
-    """
-    budget = memory_of(model) // 2
-    need = bytes_needed(model, length=length, scored=scored, processes=processes)
-    if need <= budget:
-        return None
-    chunk = length
-    while chunk > SMALLEST_CHUNK and not length_dependent(model):
-        chunk = max(SMALLEST_CHUNK, chunk // 2)
-        need = bytes_needed(model, length=length, scored=scored, chunk=chunk)
-        if need <= budget:
-            return chunk
-    raise MemoryError(
-        f"scoring at length {length:,} must fit in half of the memory, {budget:,} bytes, but needs {need:,}; leave out "
-        "that length, or use a machine with more memory"
-    )
-
-
-def memory_of(model: PreTrainedModel) -> int:
-    """The bytes of memory where the model is, for this process: those of one machine share its memory."""
-    if model.device.type == "cuda":
-        return int(torch.cuda.get_device_properties(model.device).total_memory)
-    return (total_bytes() or sys.maxsize) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
-def length_dependent(model: PreTrainedModel) -> bool:
-    """Whether the angles change as the sequence grows."""
-    if (change := stretched(model)) is not None:
-        return change.length_dependent
-    current = fit_of(model)
-    replaced = isinstance(current, Fit) and len(current.encodings) == len(current.layers)
-    if any(part.length_dependent for part in model.modules() if isinstance(part, Encoding)):
-        return True
-    if replaced or isinstance(model, LengthwiseForCausalLM):
-        return False
-    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    return rope.get("rope_type") in ("dynamic", "longrope")

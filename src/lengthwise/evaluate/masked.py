@@ -19,7 +19,9 @@ from transformers import PreTrainedModel
 from lengthwise.encodings import PositionError
 from lengthwise.errors import check_int
 from lengthwise.evaluate.corpus import Corpus
-from lengthwise.evaluate.losses import BATCH_TOKENS, Score, bytes_needed, checked_lengths, memory_of
+from lengthwise.evaluate.losses import checked_lengths
+from lengthwise.evaluate.memory import BATCH_TOKENS, bytes_needed, memory_of
+from lengthwise.evaluate.score import Score
 from lengthwise.model import LengthwiseForMaskedLM
 from lengthwise.model.families import check_length
 from lengthwise.model.losses import IGNORED

@@ -18,9 +18,10 @@ from lengthwise.data import documents
 from lengthwise.encodings.registry import is_encoding
 from lengthwise.evaluate.config import EvalConfig, ResolvedEvalConfig
 from lengthwise.evaluate.corpus import Corpus, read_corpus
-from lengthwise.evaluate.losses import LengthPlan, Score, plan_lengths, score_plans
+from lengthwise.evaluate.losses import LengthPlan, plan_lengths, score_plans
 from lengthwise.evaluate.masked import score_masked_lengths
 from lengthwise.evaluate.progress import Progress
+from lengthwise.evaluate.score import Score
 from lengthwise.evaluate.table import LengthTable, aligned, format_value, length_figure, markdown, position_figure
 from lengthwise.evaluate.tasks import TaskScore, depth_figure, score_task, task_rows, task_share, task_work
 from lengthwise.files import write_atomic

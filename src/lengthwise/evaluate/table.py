@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from lengthwise.evaluate.losses import Score
+from lengthwise.evaluate.score import Score
 from lengthwise.evaluate.statistics import Holds, Interval, bootstrap, holds_to, paired_difference
 from lengthwise.files import json_text
 

@@ -19,7 +19,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lengthwise.data.tokenizers import encode_with_offsets
 from lengthwise.encodings import PositionError
 from lengthwise.evaluate.corpus import start_token
-from lengthwise.evaluate.losses import fitting_chunk, last_logits
+from lengthwise.evaluate.losses import last_logits
+from lengthwise.evaluate.memory import fitting_chunk
 from lengthwise.evaluate.progress import Progress, work
 from lengthwise.evaluate.statistics import Interval, wilson
 from lengthwise.model.families import check_length

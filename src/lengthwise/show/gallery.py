@@ -16,7 +16,7 @@ from lengthwise.show.paper import draw
 from lengthwise.show.paper_figures import FIGURES, PaperFigure
 from lengthwise.show.steps import layer_snapshots
 from lengthwise.show.structure import Structure, number
-from lengthwise.show.trained import load_trained, origin_line
+from lengthwise.show.trained_maps import load_trained, origin_line
 from lengthwise.views import PositionMaps
 from lengthwise.views.described_scores import ContentScores, NetworkBias
 from lengthwise.views.page import Page, Snapshot, document

@@ -15,7 +15,7 @@ from lengthwise.inspect import position_maps
 from lengthwise.loading import INITIAL_LENGTH, LoadedModel, TokenSample, initial_model, load_model, sample_tokens
 from lengthwise.show.options import SEQUENCES, Style
 from lengthwise.show.paper_figures import FIGURES, PaperFigure, figure_of
-from lengthwise.show.trained import load_trained, origin_line
+from lengthwise.show.trained_maps import load_trained, origin_line
 from lengthwise.views import PositionMaps
 from lengthwise.views.style import checked_path, save_picture
 

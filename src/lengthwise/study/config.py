@@ -7,6 +7,7 @@ loaded here: the command line is made from these fields.
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
+from lengthwise.errors import check_choice, check_int, check_number
 from lengthwise.evaluate.config import EvalConfig
 from lengthwise.options import option
 from lengthwise.train.config import TrainConfig
@@ -85,6 +86,25 @@ class StudyConfig:
     train: bool = option(True, "train the runs that are missing; with --no-train only measure those that are there")
     training: TrainConfig = field(default_factory=TrainConfig)
     evaluation: EvalConfig = field(default_factory=EvalConfig)
+
+    def __post_init__(self) -> None:
+        """An error for options of an engine that make no sense, before anything is planned or trained."""
+        check_choice("engine", self.engine, ENGINES)
+        for name in ("jobs", "cpus"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name))
+        check_int("retries", self.retries, least=0)
+        if self.gpus is not None:
+            check_number("gpus", self.gpus)
+        used = {"address": self.address is not None, "slurm": bool(self.slurm)}
+        owners = {"address": "ray", "slurm": "slurm"}
+        for name, is_given in used.items():
+            if is_given and self.engine != owners[name]:
+                raise ValueError(f"--{name} is for --engine {owners[name]}, got --engine {self.engine}")
+        if self.engine == "local" and (self.gpus is not None or self.cpus is not None):
+            raise ValueError(
+                "--gpus and --cpus are for --engine ray and slurm, got --engine local; see --device and --jobs"
+            )
 
     @classmethod
     def from_options(cls, **options: Any) -> "StudyConfig":

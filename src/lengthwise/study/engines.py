@@ -2,30 +2,9 @@
 
 from pathlib import Path
 
-from lengthwise.errors import check_choice, check_int, check_number
-from lengthwise.study.config import ENGINES, StudyConfig
+from lengthwise.study.config import StudyConfig
 from lengthwise.study.engine import Engine, LocalPool, check_shared, parallel_jobs
 from lengthwise.study.runs import StudyRun
-
-
-def check_engine(config: StudyConfig) -> None:
-    """An error for options of an engine that make no sense, before anything is trained."""
-    check_choice("engine", config.engine, ENGINES)
-    for name in ("jobs", "cpus"):
-        if getattr(config, name) is not None:
-            check_int(name, getattr(config, name))
-    check_int("retries", config.retries, least=0)
-    if config.gpus is not None:
-        check_number("gpus", config.gpus)
-    used = {"address": config.address is not None, "slurm": bool(config.slurm)}
-    owners = {"address": "ray", "slurm": "slurm"}
-    for name, is_given in used.items():
-        if is_given and config.engine != owners[name]:
-            raise ValueError(f"--{name} is for --engine {owners[name]}, got --engine {config.engine}")
-    if config.engine == "local" and (config.gpus is not None or config.cpus is not None):
-        raise ValueError(
-            "--gpus and --cpus are for --engine ray and slurm, got --engine local; see --device and --jobs"
-        )
 
 
 def make_engine(config: StudyConfig, waiting: list[StudyRun]) -> Engine:

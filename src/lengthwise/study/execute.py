@@ -31,15 +31,8 @@ from lengthwise.encodings.registry import find
 from lengthwise.evaluate import LengthTable, Score
 from lengthwise.evaluate.config import ResolvedEvalConfig
 from lengthwise.evaluate.corpus import Corpus
-from lengthwise.evaluate.retrieval import (
-    EncodedSets,
-    RetrievalScore,
-    as_scores,
-    load_for_retrieval,
-    pooling_of,
-    score_bm25,
-    score_retrieval,
-)
+from lengthwise.evaluate.retrieval import EncodedSets, load_for_retrieval, pooling_of, score_bm25, score_retrieval
+from lengthwise.evaluate.retrieval_table import RetrievalScore, as_scores
 from lengthwise.evaluate.run import Corpora, Measurement, load_for_evaluation
 from lengthwise.evaluate.tasks import TaskScore
 from lengthwise.files import file_hash, write_atomic
@@ -49,7 +42,7 @@ from lengthwise.loading import LoadedModel, load_tokenizer_of, resolve_device, t
 from lengthwise.model.stretch.spec import parse_stretch
 from lengthwise.study.config import StudyConfig
 from lengthwise.study.engine import TRAINED_ELSEWHERE, StudyProgress, train_runs
-from lengthwise.study.engines import check_engine, make_engine
+from lengthwise.study.engines import make_engine
 from lengthwise.study.report import check_paper, write_report
 from lengthwise.study.results import StudyResults, TrainingOutcome
 from lengthwise.study.runs import StudyRun, contrastive_runs, study_runs
@@ -72,7 +65,6 @@ def run_study(config: StudyConfig) -> str:
     """Do it; the table, the runs that are missing, and the report's path."""
     began = time.monotonic()
     check_paper(config.paper)
-    check_engine(config)
     for address, name in ((config.upload, "--upload"), (config.training.token_store, "--token-store")):
         if address is not None:
             open_storage(address, name)

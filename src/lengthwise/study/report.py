@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lengthwise.evaluate import LengthTable
-from lengthwise.evaluate.retrieval import RetrievalTable, retrieval_figure
+from lengthwise.evaluate.retrieval_table import RetrievalTable, retrieval_figure
 from lengthwise.evaluate.statistics import Interval
 from lengthwise.evaluate.table import format_value, length_figure, markdown, rise_figure
 from lengthwise.evaluate.tasks import task_rows

@@ -12,7 +12,7 @@ import transformers
 
 from lengthwise import __version__
 from lengthwise.evaluate import LengthTable
-from lengthwise.evaluate.retrieval import RetrievalScore, RetrievalTable
+from lengthwise.evaluate.retrieval_table import RetrievalScore, RetrievalTable
 from lengthwise.evaluate.statistics import Interval, Sums, t_interval
 from lengthwise.evaluate.tasks import TaskScore
 from lengthwise.files import processor_name

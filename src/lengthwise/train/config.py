@@ -12,6 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
+from lengthwise.files import missing_path
 from lengthwise.options import option
 
 Objective = Literal["causal", "mlm", "contrastive"]
@@ -265,7 +266,10 @@ class TrainConfig:
         return self.objective == "causal" and self.start_from is not None and is_theirs(self.start_from)
 
     def _check_goes_on(self) -> None:
-        """An error for options that a model of transformers decides by itself, or cannot have."""
+        """An error for a model of transformers that is not there, and for options that it decides or cannot have."""
+        if self.start_from is not None and (fault := missing_path(self.start_from)) is not None:
+            expected = "--start-from must be a run, a checkpoint folder or a name on the hub"
+            raise ValueError(f"{expected}, got {self.start_from!r}: {fault}")
         if self.preset != "nano":
             raise ValueError(f"--start-from decides the sizes of the model, got --preset {self.preset}")
         if self.tokenizer not in (None, "start"):

@@ -136,7 +136,7 @@ class LayerMaps:
     tokens: tuple[str, ...] | None = None
     """The tokens of the first sequence, as text."""
     origin: Mapping[str, str | int | float] = field(default_factory=dict)
-    """How the model was trained, where the maps outlive it: see `lengthwise.show.trained`."""
+    """How the model was trained, where the maps outlive it: see `lengthwise.show.trained_maps`."""
 
     @property
     def layers(self) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from lengthwise.attention.backend import Output, Plan, Refusal, finite_inputs
 from lengthwise.attention.call import AttentionCall
 from lengthwise.attention.native import build
-from lengthwise.bias import Bias, DistanceBias, LevelBias, LineBias, QueryDistanceBias, SumBias
+from lengthwise.bias import Bias, DistanceBias, LevelBias, LineBias, QueryDistanceBias, flat_terms
 
 PRECISIONS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CURVES = {"linear": 0, "log1p_square": 1}
@@ -68,16 +68,12 @@ class DecodePlan(Plan):
 
 def plan(call: AttentionCall) -> DecodePlan | Refusal:
     """Every bias and every mask but an explicit one, which the native backend refuses before."""
-    terms = () if call.bias is None else tuple(_flattened(call.bias))
+    terms = tuple(flat_terms(call.bias))
     for term in terms:
         start = term.start if isinstance(term, LevelBias) and term.step is not None else 0
         if start and not 0 <= start <= call.keys - call.queries:
             return Refusal.because(f"levels by steps give none to queries from slot {start} on")
     return DecodePlan(terms)
-
-
-def _flattened(bias: Bias) -> list[Bias]:
-    return [own for term in bias.terms for own in _flattened(term)] if isinstance(bias, SumBias) else [bias]
 
 
 def _term(bias: Bias, call: AttentionCall, held: Held) -> bytes:

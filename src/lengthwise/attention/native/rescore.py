@@ -17,6 +17,7 @@ from torch import Tensor
 from lengthwise.attention.backend import Output, Plan, Refusal, finite_inputs
 from lengthwise.attention.call import AttentionCall
 from lengthwise.attention.native import build
+from lengthwise.attention.native.padding import padded
 from lengthwise.attention.visibility import Visibility
 from lengthwise.bias import ALL, Bias, DistanceBias, LevelBias, LineBias, SumBias, at_least_float32
 from lengthwise.rescore import ContextualPositions, HeadNetwork
@@ -150,7 +151,7 @@ class Problem:
 def make_problem(call: AttentionCall) -> tuple[Problem, dict[str, Tensor]]:
     """The call as the kernel sees it; autograd follows whatever turns its tensors into those of the kernel."""
     assert call.rescore is not None
-    q, k, v = (_wide(x) for x in (call.q, call.k, call.v))
+    q, k, v = (padded(x) for x in (call.q, call.k, call.v))
     tensors = {"q": q, "k": k, "v": v}
     counts = dict.fromkeys(COUNTS, 0) | {
         "batch": call.batch,
@@ -423,9 +424,3 @@ def _filled(tile: Tensor) -> Tensor:
 def _strides(x: Tensor) -> tuple[int, ...]:
     """How far the next entry of each axis is, 0 where one stands for all."""
     return tuple(0 if size == 1 else step for size, step in zip(x.shape, x.stride(), strict=True))
-
-
-def _wide(x: Float[Tensor, "batch head position dim"]) -> Float[Tensor, "batch head position wider"]:
-    """float32 with zeros up to a multiple of 16 channels, which is what the kernel's registers hold."""
-    missing = -x.shape[3] % 16
-    return (F.pad(x.float(), (0, missing)) if missing else x.float()).contiguous()

@@ -39,7 +39,7 @@ float length_of(const float* x, long dim) { return std::sqrt(dot(x, x, dim)) * 1
 
 }  // namespace
 
-// What Python hands over; tiles.py has the same fields in the same order. All arrays are contiguous.
+// What Python hands over; tiles.py and tile_terms.py have the same fields in the same order. All arrays are contiguous.
 struct TermRecord {
   int64_t kind, learned, strip_batches, strip_heads, level_batches, level_heads;
   int64_t slope_batches, slope_heads, slope_queries, factor_batches, knot_count;

@@ -11,6 +11,8 @@ from lengthwise.model.stretch.bands import METHODS, Method
 LOG_N = "logn"
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 """Llama 3's own, for "llama3:8"."""
+LARGEST = 2**24
+"""Of the numbers in a way to stretch: up to here float32 tells one position from the next."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,10 @@ def parse_stretch(spec: "str | Mapping[str, object] | StretchSpec") -> StretchSp
         return spec
     if isinstance(spec, Mapping):
         kind, factor = spec.get("type", spec.get("rope_type")), spec.get("factor")
-        label = f"{kind}:{factor:g}" if isinstance(factor, int | float) else str(kind)
-        return StretchSpec(label, scaling=dict(spec))
+        if not isinstance(factor, int | float):
+            return StretchSpec(str(kind), scaling=dict(spec))  # a rule without one, or refused by the rule
+        _check_factor(factor, f"{kind}:{factor:g}")
+        return StretchSpec(f"{kind}:{factor:g}", scaling=dict(spec))
     if not isinstance(spec, str):
         raise OptionError(f"a way to stretch must be written such as 'self-extend:8', got {describe(spec)}")
     first, *more = [word.strip() for word in spec.split("+")]
@@ -65,7 +69,10 @@ def _numbers(method: type[Method], words: Sequence[str], spec: str) -> tuple[int
     needed = sum(field.default is MISSING for field in own)
     if not needed <= len(words) <= len(own) or not all(word.isdecimal() and int(word) > 0 for word in words):
         raise OptionError(f"it must be written {method.usage}, with positive whole numbers, got {spec!r}")
-    return tuple(int(word) for word in words)
+    numbers = tuple(int(word) for word in words)
+    if max(numbers, default=0) > LARGEST:
+        raise OptionError(f"the numbers of a way to stretch must be at most {LARGEST:,}, got {spec!r}")
+    return numbers
 
 
 def _scaling(name: str, words: Sequence[str], spec: str) -> dict[str, object]:
@@ -73,4 +80,10 @@ def _scaling(name: str, words: Sequence[str], spec: str) -> dict[str, object]:
         (factor,) = map(float, words)
     except ValueError:
         raise OptionError(f"a scaling must be written TYPE:FACTOR, such as 'yarn:8', got {spec!r}") from None
+    _check_factor(factor, spec)
     return {"type": name, "factor": factor, **(LLAMA3 if name == "llama3" else {})}
+
+
+def _check_factor(factor: float, spec: str) -> None:
+    if not 1 <= factor <= LARGEST:  # nor is NaN
+        raise OptionError(f"the factor of a way to stretch must be a number from 1 to {LARGEST:,}, got {spec!r}")

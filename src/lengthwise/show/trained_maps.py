@@ -1,4 +1,5 @@
-"""Maps of trained heads that come with the package: written from runs once, read without any model.
+"""Maps of trained heads that come with the package, in trained_map_files/: written from runs once, read without any
+model.
 
 A file holds what the final layer's map is made of, for one sequence of held-out text: tables, levels and parameters as
 they are, queries and keys in half precision where no picture shows it. It holds no text, and says where it comes from.
@@ -23,7 +24,7 @@ from lengthwise.show.structure import COLOURS, Structure
 from lengthwise.views import LayerMap, PositionMaps, Quantity, load_maps
 from lengthwise.views.described_scores import ContentScores, NetworkBias
 
-FOLDER = Path(__file__).parent / "trained"
+FOLDER = Path(__file__).parent / "trained_map_files"
 MOST_BYTES = 2_000_000
 """Of all files together."""
 
