@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 
 import lengthwise as lw
 from lengthwise.attention import checked_call
-from lengthwise.attention.triton import TritonPlan, bounds, passes, plan, tiles
+from lengthwise.attention.triton import TritonPlan, bounds, inputs, passes, plan, tiles
 
 TYPES = {
     torch.float32: "*fp32",
@@ -73,7 +73,7 @@ def launches_of(call: Any, capability: tuple[int, int]) -> list[tuple[Any, tuple
         setattr(passes, name, Recorder(plain[name], launches))
     # As it is at lengths that skip.
     bounds.bounds_kernel, tiles.SHORTEST = Recorder(bounding, launches), 0
-    passes.tile_for = lambda *sort: tiles.tile_for(*sort[:-1], capability)
+    inputs.tile_for = lambda *sort: tiles.tile_for(*sort[:-1], capability)
     try:
         os.environ["TRITON_INTERPRET"] = "1"  # a plan refuses the CPU otherwise
         own = plan(call)
