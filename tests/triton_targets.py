@@ -67,8 +67,8 @@ class Recorder:
 def launches_of(call: Any, capability: tuple[int, int]) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     """Every kernel that a call launches, forward and backward, with its arguments."""
     launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-    plain = {name: getattr(passes, name) for name in (*KERNELS, "tile_for")}
-    bounding, shortest = bounds.bounds_kernel, tiles.SHORTEST
+    plain = {name: getattr(passes, name) for name in KERNELS}
+    bounding, shortest, tile_for = bounds.bounds_kernel, tiles.SHORTEST, inputs.tile_for
     for name in KERNELS:
         setattr(passes, name, Recorder(plain[name], launches))
     # As it is at lengths that skip.
@@ -83,7 +83,7 @@ def launches_of(call: Any, capability: tuple[int, int]) -> list[tuple[Any, tuple
         passes.backward(call, own.notes, torch.zeros_like(out), torch.zeros_like(lse), out, lse)
     finally:
         os.environ["TRITON_INTERPRET"] = "0"
-        bounds.bounds_kernel, tiles.SHORTEST = bounding, shortest
+        bounds.bounds_kernel, tiles.SHORTEST, inputs.tile_for = bounding, shortest, tile_for
         for name, x in plain.items():
             setattr(passes, name, x)
     return launches
