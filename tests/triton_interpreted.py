@@ -22,7 +22,7 @@ from triton_harness import poisoned, shuffled
 import lengthwise as lw
 from lengthwise.attention import AttentionCall, checked_call, reference, triton
 from lengthwise.attention.backend import Refusal
-from lengthwise.attention.triton import TritonPlan, bounds, kernels, passes, plan, self_test, tiles
+from lengthwise.attention.triton import TritonPlan, bounds, inputs, kernels, passes, plan, self_test, tiles
 from lengthwise.attention.triton.kernels.reading import put_vectors, vectors
 from lengthwise.attention.triton.terms import terms_of
 from lengthwise.bias import doubled_sums
@@ -140,7 +140,7 @@ def test_rows_beyond_two_to_the_31_are_where_they_are():
     flags = []
     for stride in (2**30, 2**31):
         q = x.as_strided((1, 1, 1, 16), (1, 1, stride, 1))
-        flags.append(passes._Launch(checked_call(q, q, q, layout=layout), {}).flags)
+        flags.append(inputs.KernelInputs(checked_call(q, q, q, layout=layout), {}).flags)
     assert [own.WIDE for own in flags] == [False, True]
     copy_far[(1,)](x, y, 2**28, x.stride(0), F=flags[1])
     assert torch.equal(y, x[:, :16])
@@ -498,7 +498,7 @@ def test_a_call_that_skips_is_a_kind_of_its_own_and_skips_when_it_proves_itself(
     assert [kind.has("skipping") for kind in kinds] == [False, True]
     for kind, skips in zip(kinds, (False, True), strict=True):
         call, notes = self_test.small_call(kind, torch.device("cpu"), self_test.LENGTH, self_test.LENGTH)
-        first = passes._Launch(call, notes).first_keys()
+        first = passes.first_keys(inputs.KernelInputs(call, notes))
         assert (first is not None and int(first.max()) > 0) == skips
 
 

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 
 import lengthwise as lw
 from lengthwise.attention import checked_call
-from lengthwise.attention.triton import TritonPlan, bounds, passes, plan, tiles
+from lengthwise.attention.triton import TritonPlan, bounds, inputs, passes, plan, tiles
 
 TYPES = {
     torch.float32: "*fp32",
@@ -67,13 +67,13 @@ class Recorder:
 def launches_of(call: Any, capability: tuple[int, int]) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     """Every kernel that a call launches, forward and backward, with its arguments."""
     launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-    plain = {name: getattr(passes, name) for name in (*KERNELS, "tile_for")}
-    bounding, shortest = bounds.bounds_kernel, tiles.SHORTEST
+    plain = {name: getattr(passes, name) for name in KERNELS}
+    bounding, shortest, tile_for = bounds.bounds_kernel, tiles.SHORTEST, inputs.tile_for
     for name in KERNELS:
         setattr(passes, name, Recorder(plain[name], launches))
     # As it is at lengths that skip.
     bounds.bounds_kernel, tiles.SHORTEST = Recorder(bounding, launches), 0
-    passes.tile_for = lambda *sort: tiles.tile_for(*sort[:-1], capability)
+    inputs.tile_for = lambda *sort: tiles.tile_for(*sort[:-1], capability)
     try:
         os.environ["TRITON_INTERPRET"] = "1"  # a plan refuses the CPU otherwise
         own = plan(call)
@@ -83,7 +83,7 @@ def launches_of(call: Any, capability: tuple[int, int]) -> list[tuple[Any, tuple
         passes.backward(call, own.notes, torch.zeros_like(out), torch.zeros_like(lse), out, lse)
     finally:
         os.environ["TRITON_INTERPRET"] = "0"
-        bounds.bounds_kernel, tiles.SHORTEST = bounding, shortest
+        bounds.bounds_kernel, tiles.SHORTEST, inputs.tile_for = bounding, shortest, tile_for
         for name, x in plain.items():
             setattr(passes, name, x)
     return launches

@@ -38,7 +38,7 @@ FILES = (
 
 NOT_COPIED = (
     *("encodings/catalogue.py", "attention/info.py", "attention/prove.py"),
-    *("attention/triton/passes.py", "attention/triton/bounds.py", "attention/triton/kernels/*"),
+    *(f"attention/triton/{name}" for name in ("passes.py", "inputs.py", "masks.py", "bounds.py", "kernels/*")),
 )
 """Commands of ours that no model needs, and what needs Triton, as patterns."""
 

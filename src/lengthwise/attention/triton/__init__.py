@@ -2,6 +2,8 @@
 
 terms     the bias as the kernels know it
 tiles     how large tiles are, by kernel, precision and card
+masks     what hides keys, as kernels read it
+inputs    a call as kernels read it: tensors, sizes and flags
 passes    what is launched for a call, forward and backward
 bounds    the keys that provably cannot matter
 kernels/  the kernels themselves
