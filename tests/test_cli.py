@@ -254,14 +254,14 @@ def test_a_name_of_the_hub_without_a_network_is_one_line(command, tmp_path, caps
 
 def test_weights_to_start_from_that_are_missing_are_named_before_the_hub_is_asked(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine/first").mkdir(parents=True)
+    (tmp_path / "runs/first").mkdir(parents=True)
     words = ["train", "--out", "out", "--encoding", "alibi", "--preset", "tiny", "--from"]
     with monkeypatch.context() as patch:
         patch.setattr("transformers.utils.hub.cached_files", lambda *_, **__: pytest.fail("the hub was asked"))
-        for name in ("runs/missing", "./missing", "mine/missing", "a/b/missing"):
+        for name in ("runs/missing", "./missing", "a/b/missing"):
             assert failure_line(capsys, [*words, name]).endswith(f"got {name!r}: there is no such folder here")
             assert "there is no such folder here" in failure_line(capsys, ["show", name])
-        assert "did you mean 'mine/first'?" in failure_line(capsys, [*words, "mine/frist"])
+        assert "did you mean 'runs/first'?" in failure_line(capsys, [*words, "runs/frist"])
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     line = failure_line(capsys, [word for word in words if word not in ("--preset", "tiny")] + ["owner/no-such-model"])
     assert "there is no such folder here, and as a name on the hub: We couldn't connect" in line
