@@ -1,7 +1,7 @@
 """Accelerated models against transformers' own, in turn in one process: a training step, a decoded token, and memory.
 
     python benchmarks/accelerated.py train        forward and backward at 1,024 and 2,048 tokens, batch 1
-    python benchmarks/accelerated.py decode       one token after 2,048 cached ones
+    python benchmarks/accelerated.py decode       a token after 2,048 cached ones, and the ones after it, one a round
     python benchmarks/accelerated.py memory       peak of a training step at 2,048, each in a process of its own
 
 6 layers, 8 heads of 64, vocabulary 4,096, no dropout. Logits and gradients are compared before anything is timed. The
@@ -108,7 +108,7 @@ def train(names: list[str], rounds: int) -> list[dict[str, object]]:
 
 
 def token_of(model: hf.PreTrainedModel, name: str, length: int) -> tuple[Job, torch.Tensor]:
-    """One token after so many; what it adds to the cache is taken off again. And its logits."""
+    """One token after those that are cached; it is cached too, as in `generate`. And the logits of the first."""
     model.eval()
     ids = inputs(name, length)["input_ids"]
     given: dict[str, object] = {}
@@ -119,14 +119,11 @@ def token_of(model: hf.PreTrainedModel, name: str, length: int) -> tuple[Job, to
         else:
             out = model(ids, use_cache=True)
     cache, key = out.past_key_values, "decoder_input_ids" if name in PAIRS else "input_ids"
-    own = cache.self_attention_cache if name in PAIRS else cache
     token = ids[:, :1]
 
     @torch.no_grad()
     def step() -> torch.Tensor:
-        logits = model(**{key: token}, **given, past_key_values=cache, use_cache=True).logits
-        own.crop(-1)
-        return logits
+        return model(**{key: token}, **given, past_key_values=cache, use_cache=True).logits
 
     return step, step()
 

@@ -17,6 +17,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from lengthwise.bias import Bias, DistanceBias, LevelBias
 from lengthwise.model.attention import Output
+from lengthwise.model.cache import remember
 from lengthwise.model.families.swap import PLAIN, LayerCall, Placed, Run, swapped_attention
 from lengthwise.token_layout import Slot, TokenLayout, layout
 
@@ -55,7 +56,7 @@ class Described:
         """
         module: Any = self
         if cache is not None:
-            k, v = cache.update(k, v, module.layer_idx)
+            k, v, _ = remember(cache, module.layer_idx, k, v, None)
         if lengthwise is not None:
             dropout = dropout if module.training else 0.0
             return swapped_attention(module, q, k, v, None, lengthwise=lengthwise, scaling=scale, dropout=dropout)
