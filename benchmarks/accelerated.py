@@ -1,11 +1,12 @@
 """Accelerated models against transformers' own, in turn in one process: a training step, a decoded token, and memory.
 
     python benchmarks/accelerated.py train        forward and backward at 1,024 and 2,048 tokens, batch 1
-    python benchmarks/accelerated.py decode       one token after 2,048 cached ones
+    python benchmarks/accelerated.py decode       a token after 2,048 cached ones, and the ones after it, one a round
     python benchmarks/accelerated.py memory       peak of a training step at 2,048, each in a process of its own
 
 6 layers, 8 heads of 64, vocabulary 4,096, no dropout. Logits and gradients are compared before anything is timed. The
-ratio is to the best of transformers' attention implementations that the family has.
+ratio is to the best of transformers' attention implementations that the family has. With --quick all is small, to see
+that it runs, and nothing is stored.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import torch
 import transformers as hf
@@ -45,6 +47,8 @@ LIMITS = {
 }
 MEMORY_LIMIT = {"falcon": 0.9}
 PAIRS = ("t5", "umt5")
+LONGEST, SMALLER = 2048, 16
+"""Tokens, and what they are divided by where all is small."""
 
 
 def make(name: str) -> hf.PreTrainedModel:
@@ -94,21 +98,20 @@ def check(name: str, ours: hf.PreTrainedModel, others: dict[str, hf.PreTrainedMo
         check_close(gradients["ours"][1], gradients[label][1], f"{name}, gradients against {label}", 2e-5)
 
 
-def train(names: list[str], rounds: int) -> list[dict[str, object]]:
-    rows = []
+def train(names: list[str], rounds: int, quick: bool) -> Iterator[dict[str, object]]:
     for name in names:
         ours, others = rivals(name)
         check(name, ours, others)
-        for length, limits in LIMITS.items():
+        for asked, limits in LIMITS.items():
+            length = asked // SMALLER if quick else asked
             given = inputs(name, length)
             jobs = {label: step_of(model, given) for label, model in others.items()}
             row = ratio_to_best(step_of(ours, given), jobs, rounds, limits[name])
-            rows.append({"what": "train", "case": f"{name} {length}", "length": length} | row)
-    return rows
+            yield {"what": "train", "case": f"{name} {length}", "length": length} | row
 
 
 def token_of(model: hf.PreTrainedModel, name: str, length: int) -> tuple[Job, torch.Tensor]:
-    """One token after so many; what it adds to the cache is taken off again. And its logits."""
+    """One token after those that are cached; it is cached too, as in `generate`. And the logits of the first."""
     model.eval()
     ids = inputs(name, length)["input_ids"]
     given: dict[str, object] = {}
@@ -119,32 +122,28 @@ def token_of(model: hf.PreTrainedModel, name: str, length: int) -> tuple[Job, to
         else:
             out = model(ids, use_cache=True)
     cache, key = out.past_key_values, "decoder_input_ids" if name in PAIRS else "input_ids"
-    own = cache.self_attention_cache if name in PAIRS else cache
     token = ids[:, :1]
 
     @torch.no_grad()
     def step() -> torch.Tensor:
-        logits = model(**{key: token}, **given, past_key_values=cache, use_cache=True).logits
-        own.crop(-1)
-        return logits
+        return model(**{key: token}, **given, past_key_values=cache, use_cache=True).logits
 
     return step, step()
 
 
-def decode(names: list[str], rounds: int) -> list[dict[str, object]]:
-    rows = []
+def decode(names: list[str], rounds: int, quick: bool) -> Iterator[dict[str, object]]:
+    length = LONGEST // SMALLER if quick else LONGEST
     for name in names:
         if name == "mpnet":
-            continue
+            continue  # an encoder
         ours, others = rivals(name)
-        job, logits = token_of(ours, name, 2048)
+        job, logits = token_of(ours, name, length)
         jobs = {}
         for label, model in others.items():
-            jobs[label], expected = token_of(model, name, 2048)
+            jobs[label], expected = token_of(model, name, length)
             check_close(logits, expected, f"{name}, a decoded token against {label}")
         row = ratio_to_best(job, jobs, rounds, 1.05)
-        rows.append({"what": "decode", "case": f"{name} after 2048", "length": 2048} | row)
-    return rows
+        yield {"what": "decode", "case": f"{name} after {length}", "length": length} | row
 
 
 def grown(name: str, choice: str, length: int) -> float:
@@ -166,35 +165,36 @@ def grow(name: str, choice: str, length: int) -> float:
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / 1e9
 
 
-def memory(names: list[str]) -> list[dict[str, object]]:
-    rows = []
+def memory(names: list[str], quick: bool) -> Iterator[dict[str, object]]:
+    length = LONGEST // SMALLER if quick else LONGEST
     for name in names:
-        ours = grown(name, "ours", 2048)
-        others = {choice: grown(name, choice, 2048) for choice in CHOICES.get(name, ("own",))}
+        ours = grown(name, "ours", length)
+        others = {choice: grown(name, choice, length) for choice in CHOICES.get(name, ("own",))}
         best, limit = min(others, key=others.__getitem__), MEMORY_LIMIT.get(name, 0.55)
         ratio = ours / others[best]
         row = {"best": best, "gigabytes": {"ours": ours, **others}, "ratio": ratio, "limit": limit}
         verdict = "within" if ratio <= limit else "over"
-        rows.append({"what": "memory", "case": f"{name} 2048", "length": 2048, "verdict": verdict} | row)
-    return rows
+        yield {"what": "memory", "case": f"{name} {length}", "length": length, "verdict": verdict} | row
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["train", "decode", "memory", "grow"])
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--rounds", type=int)
+    parser.add_argument("--quick", action="store_true")
     parser.add_argument("--choice")
     parser.add_argument("--length", type=int)
     chosen = parser.parse_args()
     if chosen.what == "grow":
         print(grow(chosen.models[0], chosen.choice, chosen.length))
-    elif chosen.what == "memory":
-        write("accelerated", memory(chosen.models))
-    elif chosen.what == "decode":
-        write("accelerated", decode(chosen.models, chosen.rounds or 100))
+        return
+    if chosen.what == "memory":
+        rows = memory(chosen.models, chosen.quick)
     else:
-        write("accelerated", train(chosen.models, chosen.rounds or 20))
+        measure, rounds = {"train": (train, 20), "decode": (decode, 100)}[chosen.what]
+        rows = measure(chosen.models, 6 if chosen.quick else chosen.rounds or rounds, chosen.quick)
+    write("accelerated", rows, store=not chosen.quick)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
     whole   the same with turning: what a stretched layer costs / what a layer with plain RoPE costs
 
 Forward only, 8 heads of 64, batch 1, in turn. The limit is on `bands` of two, at 4,096 tokens with a window of 1,024.
-Before anything is timed, bands that change no distance must give the plain call.
+Before anything is timed, bands that change no distance must give the plain call. With --quick all is small, to see
+that it runs, and nothing is stored.
 """
 
 import argparse
@@ -58,12 +59,15 @@ def compared(ours: Callable[[], object], other: Callable[[], object], rounds: in
 
 @torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--specs", nargs="+", default=SPECS)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/stretch.jsonl")
+    parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
+    if options.quick:
+        options.length, options.rounds = 2048, 6
     torch.manual_seed(0)
     heads, dim, trained = 8, 64, 2048
     q, k, v = (torch.randn(1, heads, options.length, dim) for _ in range(3))
@@ -91,9 +95,16 @@ def main() -> None:
         verdict = against_limit(bands, LIMIT) if len(zones) == 2 else "no limit"
         row = {"spec": spec, "length": options.length, "zones": len(zones), "bands": bands, "whole": whole}
         lines.append(json.dumps(row | {"limit": LIMIT, "verdict": verdict, "born": born}))
-        ratios = [part["ratio"]["median"] for part in (bands, whole)]  # type: ignore[index]
-        print(f"{spec:24} {len(zones)} bands {ratios[0]:6.3f}   whole {ratios[1]:6.3f}   {verdict}", flush=True)
-    options.out.write_text("\n".join(lines) + "\n")
+        words = "   ".join(f"{name} {in_words(part)}" for name, part in (("bands", bands), ("whole", whole)))
+        print(f"{spec:22} {len(zones)} bands   {words}   asked {LIMIT} of bands: {verdict}", flush=True)
+    if not options.quick:
+        options.out.write_text("\n".join(lines) + "\n")
+
+
+def in_words(row: dict) -> str:
+    """The ratio and its interval."""
+    between = "-" if row["interval"] is None else "{:.3f} to {:.3f}".format(*row["interval"])
+    return f"{row['ratio']['median']:.3f} ({between})"
 
 
 if __name__ == "__main__":

@@ -139,3 +139,28 @@ def test_the_benchmark_of_encoders_runs_to_its_end_and_has_its_targets(what, tar
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert targets <= {row.get("target") for row in rows}
     assert all(row["seconds"]["median"] > 0 for row in rows if "rival" in row)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(
+    ("command", "cases"),
+    [
+        ("fit.py train", 3),
+        ("fit.py decode", 3),
+        ("accelerated.py train --models mpt mpnet", 4),
+        ("accelerated.py decode --models mpt t5", 2),
+        ("accelerated.py memory --models mpt", 1),
+        ("stretch.py --specs rerope:1024 dca", 2),
+    ],
+)
+def test_the_benchmarks_of_other_peoples_models_run_to_their_end_and_say_what_was_asked(command, cases):
+    script, *arguments = command.split()
+    done = subprocess.run(
+        [sys.executable, f"benchmarks/{script}", *arguments, "--quick"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert sum("asked" in line for line in done.stdout.splitlines()) == cases

@@ -95,6 +95,48 @@ def test_reordered_copied_and_offloaded_caches_keep_keys_and_state_together(kind
     all_tokens.assert_together(all_tokens.add_to(pickle.loads(pickle.dumps(twin)), 3, 4), [0, 1, 2, 3])
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("with_state", [False, True])
+def test_room_behind_the_tokens_of_a_dynamic_layer_changes_nothing_that_was_handed_out(mode, with_state):
+    """New tokens are written where there is room; whoever holds earlier keys, or a copy of the layer, keeps them."""
+    everything, others = Tokens(12, torch.float32), Tokens(12, torch.float32)
+    others.k, others.v = -others.k, -others.v
+    handed_out = []
+
+    def add(tokens, cache, first, stop, expected):
+        state = {"step": tokens.state["step"][:, :, first:stop]} if with_state else None
+        k, v, numbers = remember(cache, 0, tokens.k[:, :, first:stop], tokens.v[:, :, first:stop], state)
+        if with_state:
+            assert torch.equal(numbers["step"], everything.state["step"][:, :, :stop])
+        handed_out.extend([(k, expected[0]), (v, expected[1])])
+        assert all(torch.equal(x, wanted) for x, wanted in handed_out)
+        return k
+
+    own = [(everything.k[:, :, :n], everything.v[:, :, :n]) for n in range(13)]
+    with mode():
+        cache = DynamicCache()
+        add(everything, cache, 0, 3, own[3])
+        first = add(everything, cache, 3, 4, own[4])
+        assert add(everything, cache, 4, 6, own[6]).data_ptr() == first.data_ptr()
+        copied, twin = copy.copy(cache), copy.deepcopy(cache)
+        copied.layers = [copy.copy(cache.layers[0])]
+        if with_state:
+            copied.layers[0].twin = copy.copy(cache.layers[0].twin)
+        add(everything, cache, 6, 7, own[7])
+        other = [
+            torch.cat([a[:, :, :6], b[:, :, 6:7]], 2) for a, b in ((everything.k, others.k), (everything.v, others.v))
+        ]
+        add(others, copied, 6, 7, other)
+        add(everything, twin, 6, 7, own[7])
+        cache.crop(-1)
+        add(others, cache, 6, 7, other)
+        cache.reorder_cache(torch.arange(BATCH))
+        cache.crop(-1)
+        add(everything, cache, 6, 8, own[8])
+    with torch.no_grad():
+        add(everything, cache, 8, 9, own[9])
+
+
 @pytest.mark.parametrize("kind", CACHES)
 def test_a_cache_that_was_reset_keeps_keys_and_state_together(kind):
     cache, all_tokens = CACHES[kind](), Tokens(12, torch.float32)

@@ -3,9 +3,13 @@
 The state of a layer is kept by a second layer of the same kind, its twin, whose keys are the state's numbers: what a
 cache does to keys (crop, reorder, repeat, slide, offload) happens to the state by transformers' own code. The twin has
 its own heads and dtype: as many as there are queries', in float32 or better, whatever the keys have.
+
+A dynamic layer of transformers copies all its keys for every new token. Ours has room behind them, and writes the new
+one there: the same numbers, and the class is all that a cache shows of it.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +30,70 @@ from lengthwise.token_layout import Slot, TokenLayout, Window
 Numbers = Float[Tensor, "batch head position number"]
 
 
+ROOM = 128
+"""So many slots are behind the tokens of a dynamic layer each time that they are copied."""
+
+
+@dataclass
+class Room:
+    """The memory that tokens lie in the front of. Each slot is written once, whoever holds the tokens before it."""
+
+    address: int
+    filled: int
+    slots: int
+
+    def takes(self, tokens: Numbers, new: Numbers) -> bool:
+        """Whether the new ones can be written behind the tokens: these are all that was ever written here."""
+        count, rows = tokens.shape[2], tokens.stride(1)
+        here = tokens.data_ptr() == self.address and rows == self.slots * tokens.shape[3]
+        return here and count == self.filled and count + new.shape[2] <= self.slots and _alike(tokens, new)
+
+
+def _alike(tokens: Numbers, new: Numbers) -> bool:
+    return (
+        (tokens.shape[:2], tokens.shape[3], tokens.dtype, tokens.device)
+        == (new.shape[:2], new.shape[3], new.dtype, new.device)
+        # Outside of inference mode, tensors that were made in it cannot be written.
+        and (torch.is_inference_mode_enabled() or not tokens.is_inference())
+    )
+
+
+def _appended(tokens: Numbers, new: Numbers, room: Room | None) -> tuple[Numbers, Room | None]:
+    """The tokens with new ones behind them, and the room that they lie in."""
+    count = tokens.shape[2] + new.shape[2]
+    if room is None or not room.takes(tokens, new):
+        if tokens.numel() == 0 or not _alike(tokens, new):
+            return torch.cat([tokens, new], 2), None
+        longer = tokens.new_empty(*tokens.shape[:2], count + ROOM, tokens.shape[3])
+        room = Room(longer.data_ptr(), count, count + ROOM)
+        every = longer[:, :, :count]
+        every[:, :, : tokens.shape[2]] = tokens
+    else:
+        room.filled = count
+        every = tokens.as_strided((*tokens.shape[:2], count, tokens.shape[3]), tokens.stride())
+    every[:, :, tokens.shape[2] :] = new
+    return every, room
+
+
+class GrowingLayer(DynamicLayer):
+    """A dynamic layer with room behind its tokens, in passes without gradients."""
+
+    rooms: tuple[Room | None, Room | None] = None, None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Add new tokens; all keys and values."""
+        few = key_states.shape[2] <= ROOM
+        if not few or not self.get_seq_length() or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return super().update(key_states, value_states, *args, **kwargs)
+        assert self.keys is not None
+        assert self.values is not None
+        keys, values = self.rooms
+        self.keys, keys = _appended(self.keys, key_states, keys)
+        self.values, values = _appended(self.values, value_states, values)
+        self.rooms = keys, values
+        return self.keys, self.values
+
+
 class StateLayer(CacheLayerMixin):
     """A cache layer, made of an empty one, that passes on to its twin whatever happens to it."""
 
@@ -33,7 +101,8 @@ class StateLayer(CacheLayerMixin):
         for name, value in vars(layer).items():
             setattr(self, name, value)
         room = getattr(layer, "max_cache_len", None)
-        self.twin = type(layer)(max_cache_len=room, sliding_window=getattr(layer, "sliding_window", room))
+        kind: Any = GrowingLayer if type(layer) is DynamicLayer else type(layer)
+        self.twin = kind(max_cache_len=room, sliding_window=getattr(layer, "sliding_window", room))
         if getattr(layer, "record_past", False):
             self.twin.activate_past_recording()
         self.visible: Numbers | None = None
@@ -73,26 +142,30 @@ class StateLayer(CacheLayerMixin):
         self.twin.reorder_cache(beam_idx)
 
 
-class DynamicStateLayer(StateLayer, DynamicLayer):
-    """Grows with the tokens."""
+class CroppedStateLayer(StateLayer):
+    """One whose tokens can be taken off again."""
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens."""
-        super().crop(tokens_to_remove)
+        super().crop(tokens_to_remove)  # type: ignore[misc]
         self.twin.crop(tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each sequence several times."""
-        super().batch_repeat_interleave(repeats)
+        super().batch_repeat_interleave(repeats)  # type: ignore[misc]
         self.twin.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Some of the sequences."""
-        super().batch_select_indices(indices)
+        super().batch_select_indices(indices)  # type: ignore[misc]
         self.twin.batch_select_indices(indices)
 
 
-class DynamicSlidingStateLayer(DynamicStateLayer, DynamicSlidingWindowLayer):
+class DynamicStateLayer(CroppedStateLayer, GrowingLayer):
+    """Grows with the tokens."""
+
+
+class DynamicSlidingStateLayer(CroppedStateLayer, DynamicSlidingWindowLayer):
     """Grows up to a window."""
 
     def activate_past_recording(self) -> None:
@@ -111,6 +184,7 @@ class StaticSlidingStateLayer(StateLayer, StaticSlidingWindowLayer):
 
 KINDS: dict[type, type[StateLayer]] = {
     DynamicLayer: DynamicStateLayer,
+    GrowingLayer: DynamicStateLayer,
     DynamicSlidingWindowLayer: DynamicSlidingStateLayer,
     StaticLayer: StaticStateLayer,
     StaticSlidingWindowLayer: StaticSlidingStateLayer,
@@ -188,11 +262,18 @@ def remember(
 ) -> tuple[Tensor, Tensor, State | None]:
     """Add new tokens to the cache; keys, values and state of all slots that it has."""
     if not state:
+        make_room(cache, layer)
         k, v = cache.update(k, v, layer)
         return k, v, state
     holder = _holder(cache, layer)
     k, v = cache.update(k, v, layer, state=_packed(state))
     return k, v, _unpacked(holder.take(), state)
+
+
+def make_room(cache: Cache, layer: int) -> None:
+    """See that a layer of the cache, if it is a plain dynamic one, does not copy all its keys for every new token."""
+    if layer < len(cache.layers) and type(cache.layers[layer]) is DynamicLayer and not torch.compiler.is_compiling():
+        cache.layers[layer].__class__ = GrowingLayer
 
 
 def _holder(cache: Cache, layer: int) -> StateLayer:

@@ -16,7 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from lengthwise.bias import Bias, DistanceBias, LevelBias
-from lengthwise.model.attention import Output
+from lengthwise.model.attention import Output, lengthwise_attention
+from lengthwise.model.cache import remember
 from lengthwise.model.families.swap import PLAIN, LayerCall, Placed, Run, swapped_attention
 from lengthwise.token_layout import Slot, TokenLayout, layout
 
@@ -55,7 +56,7 @@ class Described:
         """
         module: Any = self
         if cache is not None:
-            k, v = cache.update(k, v, module.layer_idx)
+            k, v, _ = remember(cache, module.layer_idx, k, v, None)
         if lengthwise is not None:
             dropout = dropout if module.training else 0.0
             return swapped_attention(module, q, k, v, None, lengthwise=lengthwise, scaling=scale, dropout=dropout)
@@ -66,9 +67,13 @@ class Described:
                 f"{type(self).__bases__[-1].__name__} trains with attention dropout {dropout}, which there is not "
                 "here; set it to 0 in the config, or pass attention_dropout='leave out'"
             )
+        places = placed.layout
+        if placed.observer is None and not weights and k.shape[2] == places.key_count:
+            # What the general road comes to without hooks, weights and room behind the keys: decoding feels it.
+            return lengthwise_attention(module, q, k, v, None, layout=places, bias=bias(placed), scale=scale)
         own = replace(placed, weights=True) if weights else placed
         number = getattr(module, "layer_idx", None) or 0
-        call = LayerCall(module, number, q, placed.layout, own, cache=None, q=q, k=k, v=v, scale=scale)
+        call = LayerCall(module, number, q, places, own, cache=None, q=q, k=k, v=v, scale=scale)
         return call.run(PLAIN, bias=bias(placed))
 
 

@@ -9,6 +9,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from transformers.models.umt5.modeling_umt5 import UMT5Attention
 
 from lengthwise.bias import Bias
+from lengthwise.model.cache import make_room
 from lengthwise.model.families.described import BY_LAYER, Described, by_distance, shared
 from lengthwise.model.families.interface import InterfaceFamily
 from lengthwise.model.families.swap import Placed
@@ -62,6 +63,10 @@ class DescribedT5(Described):
         """As it was, without the bias of the layer before: its gradient would not survive checkpointing."""
         if "position_bias" in kwargs:
             kwargs["position_bias"] = None
+        cache = kwargs.get("past_key_values")
+        if cache is not None:
+            layer: Any = self
+            make_room(getattr(cache, "self_attention_cache", cache), layer.layer_idx)
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
