@@ -367,7 +367,8 @@ def simulate(length: int, devices: int, bias: str, given: Assumptions) -> dict[s
     stop = np.array([chunk.stop for chunk in chunks], dtype=float)
     by_head = reaches(bias, length, given)
     # A window is cut by tokens; what has no weight, by tiles.
-    tile = max(skipping.TILE_KEYS, np.ceil((stop - first).max() / skipping.TILES)) if bias == "decaying" else 1
+    segment = max(part.count for part in cut(chunks, SEGMENT_TOKENS["cuda"]))
+    tile = max(skipping.TILE_KEYS, np.ceil(segment / skipping.TILES)) if bias == "decaying" else 1
     furthest = max(by_head)
     rate = given.tflops * 1e12 * getattr(given, f"{bias}_share")
     token_bytes = 2 * given.kv_heads * given.head_dim * 2
@@ -404,7 +405,6 @@ def simulate(length: int, devices: int, bias: str, given: Assumptions) -> dict[s
     everything = sum(float(visible_pairs(0.0, length, *ends, reach)[0]) for reach in by_head)
     alone = 4 * given.head_dim * everything / rate
     local = length / devices
-    segment = max(part.count for part in cut(chunks, SEGMENT_TOKENS["cuda"]))
     # Sharded weights, gradients and moments, what recomputed layers save, own keys and two segments of others'.
     weights = given.layers * (
         given.width * (2 * given.heads + 2 * given.kv_heads) * given.head_dim + 3 * given.width * given.inner
