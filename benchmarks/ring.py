@@ -1,6 +1,7 @@
 """Ring attention: what is measured here, and what that makes of many devices on paper.
 
-    python benchmarks/ring.py memory       peak memory of a process at 16,384 and 32,768 tokens, alone and in a ring
+    python benchmarks/ring.py memory       peak memory of a process at 16,384 and 32,768 tokens, alone and in a ring: of
+                                           attention alone, and of a training step of a small model
     python benchmarks/ring.py skip         a decaying bias in a ring of 2, with skipping and without, in turn: time, and
                                            how much is computed and sent
     python benchmarks/ring.py kernel       what share of the matrix products' rate attention reaches, by kind of bias,
@@ -24,6 +25,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -35,9 +38,10 @@ from certificate import certificate
 from memory import resident_peak
 
 import lengthwise as lw
-from lengthwise.distributed import ring, skipping, spread, take
-from lengthwise.distributed.sharding import zigzag
+from lengthwise.distributed import ring, ring_loss, skipping, spread, take
+from lengthwise.distributed.sharding import SEGMENT_TOKENS, cut, zigzag
 from lengthwise.encodings.alibi import geometric_slopes
+from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -123,18 +127,53 @@ def in_processes(size: int, work: Callable[[], Any]) -> list[Any]:
     return [answers[rank] for rank in range(size)]
 
 
+def small_model() -> LengthwiseForCausalLM:
+    """Four layers of GPT-2, a third as wide as GPT-2 small; the same weights in every process."""
+    torch.manual_seed(0)
+    sizes = {"n_layer": 4, "n_head": 4, "n_embd": 4 * DIM, "vocab_size": 256}
+    return LengthwiseForCausalLM(LengthwiseConfig.preset("nano", encoding="alibi", **sizes)).train()
+
+
+def train_step(
+    model: LengthwiseForCausalLM, optimizer: torch.optim.Optimizer, ids: torch.Tensor, *, rings: bool
+) -> None:
+    """One step of one sequence; processes of a ring add up their gradients."""
+    loss = ring_loss(model, ids) if rings else model.loss(ids, ids, reduction="sum")
+    loss.backward()
+    for parameter in model.parameters():
+        if rings and parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def attention_peak(length: int, *, rings: bool) -> int | None:
+    """Of forward and backward of attention, beyond its own inputs."""
+    part, own = own_part(length) if rings else (lw.layout(length), list(inputs(length)))
+    return resident_peak(lambda: step(part, own, encoding=alibi()))
+
+
+def training_peak(length: int, *, rings: bool) -> int | None:
+    """Of a training step, beyond the model; a short one before it makes the optimizer's moments."""
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.randint(256, (1, length), generator=torch.Generator().manual_seed(0))
+    train_step(model, optimizer, ids[:, :64], rings=rings)
+    return resident_peak(lambda: train_step(model, optimizer, ids, rings=rings))
+
+
 def measure_memory(sizes: Sizes) -> list[dict[str, Any]]:
-    """By process: the growth of its resident pages over forward and backward, beyond its own inputs."""
+    """By process: the growth of its resident pages."""
     rows = []
     for length in sizes.lengths:
-        for name, size in (("alone", 1), ("ring of 1", 1), ("ring of 2", 2)):
-
-            def peak(length: int = length, name: str = name) -> int | None:
-                part, own = (lw.layout(length), list(inputs(length))) if name == "alone" else own_part(length)
-                return resident_peak(lambda: step(part, own, encoding=alibi()))
-
-            rows.append({"case": "memory", "length": length, "form": name, "peak_bytes": in_processes(size, peak)})
-            print(rows[-1])
+        for work, peak in (("attention", attention_peak), ("training step", training_peak)):
+            alone = 0
+            for name, size in (("alone", 1), ("ring of 1", 1), ("ring of 2", 2)):
+                peaks = in_processes(size, partial(peak, length, rings=name != "alone"))
+                alone = alone or peaks[0]
+                row = {"case": "memory", "work": work, "length": length, "form": name, "peak_bytes": peaks}
+                rows.append(row | {"ratio": {"highest": max(peaks) / alone, "of": "alone"}})
+                print(rows[-1], flush=True)
     return rows
 
 
@@ -175,7 +214,7 @@ def measure_skipping(sizes: Sizes) -> list[dict[str, Any]]:
                 "rounds": sizes.rounds,
                 "ratio": {"median": middle, "quartiles": [low, high], "of": "the same without skipping"},
                 "seconds": {name: median(own) for name, own in seconds.items()},
-                "shares": shares | {"of": "pairs computed off the diagonal, and keys received, without skipping"},
+                "shares": shares | {"of": "pairs computed of keys that are not near, and keys received"},
             }
         )
         print(rows[-1])
@@ -183,8 +222,8 @@ def measure_skipping(sizes: Sizes) -> list[dict[str, Any]]:
 
 
 def planned_work(plan: ring.Plan) -> dict[str, float]:
-    """Pairs that are computed beside the own chunks, over all heads, and keys that are received."""
-    blocks = [*plan.own, *plan.others]
+    """Pairs that are computed beside those of near keys, over all heads, and keys that are received."""
+    blocks = [*plan.own, *chain(*plan.others.values())]
     heads = [HEADS if block.heads is None else len(block.heads) for block in blocks]
     sides = [(block.rows.stop - block.rows.start) * (block.keys.stop - block.keys.start) for block in blocks]
     received = [slots.stop - slots.start for own in plan.requests for slots in own.values()]
@@ -257,14 +296,17 @@ def measure_spread(length: int) -> dict[str, Any]:
         with recorded(skipping, "tiles_with_weight") as calls, torch.no_grad():
             encoding = alibi()
             lw.attend(*own, layout=part, bias=encoding.bias(own[0].new_zeros(1, length, HEADS * DIM), part))
-        # Of one process, the late chunk with the early one.
-        ((call, query, *_), tiles), early = calls[-1], part.ring.chunks[0]
-        width, _ = skipping.tiles(call)
-        rows = torch.arange(part.ring.chunks[query].first, part.ring.chunks[query].stop)
-        last = torch.arange(1, tiles.shape[2] + 1).mul(width).clamp(max=early.count) - 1
-        distance = (rows[:, None] - last).where(tiles, 0).amax((1, 2)).tolist()
+        distance = torch.zeros(HEADS, dtype=torch.int64)
+        for (call, block, *_), tiles in calls:
+            query, key = (part.ring.segments[number] for number in (block.query, block.key))
+            width, _ = skipping.tiles(call)
+            last = key.first + torch.arange(1, tiles.shape[2] + 1).mul(width).clamp(max=key.count) - 1
+            away = (torch.arange(query.first, query.stop)[:, None] - last).where(tiles, 0)
+            distance = torch.maximum(distance, away.amax((1, 2)))
         # A head that sees to the start of the sequence shows no end.
-        return [d * float(s) - FLUSH for d, s in zip(distance, encoding.slopes, strict=True) if 0 < d < length // 2]
+        return [
+            d * float(s) - FLUSH for d, s in zip(distance.tolist(), encoding.slopes, strict=True) if 0 < d < length // 2
+        ]
 
     (nats,) = in_processes(1, needed)
     values = {"median": median(nats), "lowest": min(nats), "highest": max(nats), "heads": len(nats)}
@@ -325,7 +367,8 @@ def simulate(length: int, devices: int, bias: str, given: Assumptions) -> dict[s
     stop = np.array([chunk.stop for chunk in chunks], dtype=float)
     by_head = reaches(bias, length, given)
     # A window is cut by tokens; what has no weight, by tiles.
-    tile = max(skipping.TILE_KEYS, np.ceil((stop - first).max() / skipping.TILES)) if bias == "decaying" else 1
+    segment = max(part.count for part in cut(chunks, SEGMENT_TOKENS["cuda"]))
+    tile = max(skipping.TILE_KEYS, np.ceil(segment / skipping.TILES)) if bias == "decaying" else 1
     furthest = max(by_head)
     rate = given.tflops * 1e12 * getattr(given, f"{bias}_share")
     token_bytes = 2 * given.kv_heads * given.head_dim * 2
@@ -362,13 +405,12 @@ def simulate(length: int, devices: int, bias: str, given: Assumptions) -> dict[s
     everything = sum(float(visible_pairs(0.0, length, *ends, reach)[0]) for reach in by_head)
     alone = 4 * given.head_dim * everything / rate
     local = length / devices
-    largest = max(chunk.count for chunk in chunks) * 2
-    # Sharded weights, gradients and moments, what recomputed layers save, own keys and two blocks of others'.
+    # Sharded weights, gradients and moments, what recomputed layers save, own keys and two segments of others'.
     weights = given.layers * (
         given.width * (2 * given.heads + 2 * given.kv_heads) * given.head_dim + 3 * given.width * given.inner
     )
     saved = local * (4 * given.width * given.layers + 16 * given.width + 4 * given.inner)
-    memory = 16 * weights / devices + saved + (local + 2 * min(largest, most / token_bytes)) * token_bytes
+    memory = 16 * weights / devices + saved + (local + 2 * min(segment, most / token_bytes)) * token_bytes
     return {
         "bias": bias,
         "length": length,

@@ -4,6 +4,8 @@ import copy
 import dataclasses
 import itertools
 import math
+from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +15,8 @@ from train_kit import Processes
 
 import lengthwise as lw
 from lengthwise.attention import checked_call
-from lengthwise.distributed import gather, ring_attend, ring_loss, spread, take
-from lengthwise.distributed.sharding import zigzag
+from lengthwise.distributed import gather, ring, ring_attend, ring_loss, spread, take
+from lengthwise.distributed.sharding import SEGMENT_TOKENS, cut, zigzag
 from lengthwise.encodings._table_cache import STEP, table_reach
 from lengthwise.encodings.registry import find
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
@@ -46,6 +48,13 @@ def in_ring():
     processes = Processes()
     yield processes
     processes.close()
+
+
+@contextmanager
+def in_segments(tokens, near=1):
+    """Chunks are worked with in segments of so few tokens, of which so many are in one block with their queries."""
+    with mock.patch.dict(SEGMENT_TOKENS, cpu=tokens), mock.patch.object(ring, "NEAR", near):
+        yield
 
 
 def documents_and_padding(length, *, causal=True):
@@ -180,8 +189,9 @@ def in_double(options):
 
 
 def like_one_process_packed_and_padded(names, length):
-    for name in names:
-        assert_like_one_process(name, {}, documents_and_padding(length))
+    for name, tokens in zip(names, itertools.cycle((5, length)), strict=False):
+        with in_segments(tokens):
+            assert_like_one_process(name, {}, documents_and_padding(length))
 
 
 def like_one_process_plain(names, length):
@@ -190,8 +200,10 @@ def like_one_process_plain(names, length):
 
 
 def like_one_process_in_all_layouts(name, options):
-    for layout in (lw.layout(37), documents_and_padding(38), documents_and_padding(64)):
+    for layout in (lw.layout(37), documents_and_padding(38)):
         assert_like_one_process(name, options, layout)
+    with in_segments(4, near=2):
+        assert_like_one_process(name, options, documents_and_padding(64))
     if find(name).two_sided:
         for layout in (lw.layout(37, causal=False), documents_and_padding(41, causal=False)):
             assert_like_one_process(name, options, layout)
@@ -202,7 +214,7 @@ def test_two_processes_give_what_one_gives_packed_and_padded(in_ring):
 
 
 def test_four_processes_give_what_one_gives(in_ring):
-    in_ring(4, like_one_process_plain, ("cable", "kerple", "selective-rope"), 29, patience=120)
+    in_ring(4, like_one_process_plain, ("cable", "selective-rope"), 29, patience=120)
 
 
 @pytest.mark.prove
@@ -235,8 +247,10 @@ WINDOWS = [7, (lw.Band(0, 6), lw.Band(6, first=3)), lw.Band(0, 1, chunk=8), lw.B
 
 
 def windows_and_more():
-    for window, layout in itertools.product(WINDOWS, (lw.layout(37), documents_and_padding(37))):
-        assert_like_one_process("kerple", {}, layout, window=window)
+    for window, tokens in zip(WINDOWS, (5, 5, 37, 37), strict=True):
+        assert_like_one_process("kerple", {}, lw.layout(37), window=window)
+        with in_segments(tokens, near=2):
+            assert_like_one_process("kerple", {}, documents_and_padding(37), window=window)
     assert_like_one_process("alibi", {}, lw.layout(37, causal=False), window=9)
     assert_like_one_process("cable", {}, lw.layout(37), softcap=3.0, sink=torch.linspace(-1, 1, 3))
 
@@ -399,6 +413,19 @@ def test_chunks_are_a_part_of_the_sequence_each_and_balanced():
         assert [c.first for c in chunks] == [0, *itertools.accumulate(c.count for c in chunks)][:-1]
         work = [sum(c.count * (c.first + c.stop) / 2 for c in chunks if c.owner == rank) for rank in range(size)]
         assert max(work) - min(work) <= 3 * length
+
+
+def test_every_chunk_is_cut_into_as_many_segments():
+    for length, size, most in ((8, 2, 2), (37, 2, 4), (1000, 7, 64), (1000, 7, 500)):
+        chunks = zigzag(length, size)
+        segments = cut(chunks, most)
+        slots = [[*range(s.own.start, s.own.stop)] for s in segments]
+        assert [s.first for s in segments] == [0, *itertools.accumulate(s.count for s in segments)][:-1]
+        assert 1 <= min(s.count for s in segments) <= max(s.count for s in segments) <= most
+        assert len(segments) % len(chunks) == 0
+        for rank in range(size):
+            own = [slot for s, of in zip(segments, slots, strict=True) if s.owner == rank for slot in of]
+            assert own == [*range(sum(c.count for c in chunks if c.owner == rank))]
 
 
 def test_a_table_reaches_over_the_tokens_of_all_processes():

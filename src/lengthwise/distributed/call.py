@@ -15,7 +15,7 @@ from lengthwise.token_layout import Window
 
 @dataclass(frozen=True)
 class Block:
-    """A block of scores: slots of an own chunk of queries with slots of a chunk of keys."""
+    """A block of scores: slots of an own segment of queries with slots of a segment of keys."""
 
     query: int
     rows: slice
@@ -67,12 +67,14 @@ class RingCall:
         if heads is not None and axis is not None and x.shape[axis] > 1:
             shared = 1 if name in ("k", "v") else self.heads_per_key
             every = [head * shared + i for head in heads for i in range(shared)]
-            index[axis] = torch.tensor(every, device=x.device)
+            run = range(every[0], every[-1] + 1)
+            # Neighbours are a view, not a copy.
+            index[axis] = slice(run.start, run.stop) if len(run) == len(every) else torch.tensor(every, device=x.device)
         return tuple(index)
 
     def indices(self, named: Mapping[str, Tensor], block: Block, keys: slice) -> dict[str, tuple[Any, ...]]:
         """Where a block's numbers lie in each tensor, if its keys lie at `keys`."""
-        query = self.sequence.chunks[block.query].local(block.rows)
+        query = self.sequence.segments[block.query].local(block.rows)
         return {name: self.index(name, x, query=query, key=keys, heads=block.heads) for name, x in named.items()}
 
     def described(self, named: Mapping[str, Tensor], query: Tensor, key: Tensor) -> Bias | None:

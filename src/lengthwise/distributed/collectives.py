@@ -56,10 +56,9 @@ class Transfer:
     works: list[Any]
     sent: list[Tensor]
     """Held until they are away."""
-    received: dict[int, dict[str, Tensor]]
-    """By the number of a chunk and by name."""
+    received: dict[str, Tensor]
 
-    def wait(self) -> dict[int, dict[str, Tensor]]:
+    def wait(self) -> dict[str, Tensor]:
         """What was received, once it is there, and what was sent is away."""
         for work in self.works:
             work.wait()
@@ -73,17 +72,22 @@ class Transfer:
 def transfer(
     sent: Sequence[Tensor],
     to: int,
-    received: Mapping[int, Mapping[str, Tensor]],
+    received: Mapping[str, Tensor],
     source: int,
     *,
     group: ProcessGroup | None,
-    tag: int = 0,
+    tag: int,
 ) -> Transfer:
-    """Begin to send to one process of a group, and to receive from another into tensors of the right shapes."""
-    arriving = [x for own in received.values() for x in own.values()]
+    """Begin to send to one process of a group, and to receive from another into tensors of the right shapes.
+
+    `tag` and as many after it as there are tensors are these tensors' own among all that the two processes exchange.
+    """
     operations = [
         *(dist.P2POp(dist.isend, x, group=group, group_peer=to, tag=tag + i) for i, x in enumerate(sent)),
-        *(dist.P2POp(dist.irecv, x, group=group, group_peer=source, tag=tag + i) for i, x in enumerate(arriving)),
+        *(
+            dist.P2POp(dist.irecv, x, group=group, group_peer=source, tag=tag + i)
+            for i, x in enumerate(received.values())
+        ),
     ]
     works = dist.batch_isend_irecv(operations) if operations else []
-    return Transfer(works, list(sent), {number: dict(own) for number, own in received.items()})
+    return Transfer(works, list(sent), dict(received))

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from lengthwise.distributed.collectives import gather_all, gathered
 from lengthwise.distributed.ring import ring_attend, shared_sequence
 from lengthwise.distributed.sequence import SharedSequence
-from lengthwise.distributed.sharding import owned, zigzag
+from lengthwise.distributed.sharding import SEGMENT_TOKENS, cut, owned, zigzag
 from lengthwise.errors import describe
 from lengthwise.token_layout import TokenLayout
 
@@ -80,6 +80,7 @@ def spread(layout: TokenLayout, group: ProcessGroup | None = None) -> TokenLayou
         slots=slots,
         pieces=tuple((chunk.own, chunk.first) for chunk in own),
         chunks=chunks,
+        segments=cut(chunks, SEGMENT_TOKENS.get(layout.key.device.type, max(SEGMENT_TOKENS.values()))),
         group=group,
         rank=rank,
         size=size,

@@ -1,17 +1,21 @@
 """Ring attention: this process's queries with the keys of all processes, forward and backward.
 
-    forward    own chunks first; then in step t from process rank - t, while the keys of step t + 1 are on their way
-    backward   the same again: keys and values of others are not kept but sent a second time, and their gradients return
+    forward    own keys first; then in step t those of process rank - t, a segment at a time, while the next segment is
+               on its way
+    backward   the same again: keys and values of others are not kept but sent a second time, and the gradients of a
+               segment return as soon as all of its blocks are done
 
 Keys and values go from process to process directly, and only as far as they are seen: what a window or documents hide
 is not sent, and neither is what provably has no weight (skipping.py). Outputs are joined by their log-sum-exp
-(`lw.merge`). So memory per process falls as 1 / n with the sequence, and attention is computed twice. All sums are in
-an order that does not depend on time: the same processes give the same bits.
+(`lw.merge`). So memory per process falls as 1 / n with the sequence: beside its own tokens' numbers a process holds
+those of a few segments. Attention is computed twice. All sums are in an order that does not depend on time: the same
+processes give the same bits.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -25,13 +29,13 @@ from lengthwise.bias import Axes, Bias, LevelBias, SumBias, at_least_float32
 from lengthwise.distributed.call import Block, RingCall
 from lengthwise.distributed.collectives import Transfer, gather_all, transfer
 from lengthwise.distributed.sequence import SharedSequence
-from lengthwise.distributed.sharding import owned
 from lengthwise.distributed.skipping import gather_peaks, with_weight
 from lengthwise.errors import describe
 from lengthwise.token_layout import TokenLayout, Window
 
-GRADIENT_TAGS = 1000
-"""The tags of gradients begin here, above those of keys and values."""
+NEAR = 4
+"""A segment of queries meets so many segments of its chunk in one block, its own among them: there the backend itself
+skips what has no weight, by a sharper bound than the one over processes."""
 
 
 def ring_attend(
@@ -133,133 +137,167 @@ def _check_bias(bias: Bias, tokens: int) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is computed here, and what every process gets of every chunk of others."""
+    """What is computed here, and what every process gets of every segment of others."""
 
     own: list[Block]
     """With keys of this process."""
-    others: list[Block]
+    others: dict[int, list[Block]]
+    """By the segment of keys."""
     requests: list[dict[int, slice]]
-    """By process, the slots that it gets of a chunk, by the chunk's number."""
+    """By process, the slots that it gets of a segment, by the segment's number."""
+
+    def blocks_of(self, received: int | None) -> list[Block]:
+        """Those with the keys of a segment of another process."""
+        return [] if received is None else self.others[received]
 
 
-def diagonal(call: RingCall) -> list[Block]:
-    """The own chunks, each with itself: every row has a key there."""
-    chunks = call.sequence.chunks
-    return [Block(i, chunks[i].slots, i, chunks[i].slots) for i in call.sequence.own]
+def near_blocks(call: RingCall) -> list[Block]:
+    """Each of the own segments with itself and the ones before it: every row has a key there."""
+    segments, visible = call.sequence.segments, call.sequence.visible(call.window)
+    blocks = []
+    for number in call.sequence.own_segments:
+        own = segments[number]
+        first = near_segments(call, number).start
+        seen = max(segments[first].first, min(own.first, visible[number].start))
+        blocks.append(Block(number, own.slots, first, slice(seen, own.stop)))
+    return blocks
+
+
+def near_segments(call: RingCall, number: int) -> range:
+    """The segments of keys that lie in one block with a segment of queries."""
+    in_chunk = number % (len(call.sequence.segments) // len(call.sequence.chunks))
+    return range(number - min(NEAR - 1, in_chunk), number + 1)
 
 
 def make_plan(call: RingCall, named: Mapping[str, Tensor], lse: Tensor) -> Plan:
-    """What else is to be done, when the log-sum-exp of the own chunks is known; the same requests in all processes."""
-    sequence, chunks = call.sequence, call.sequence.chunks
+    """What else is to be done, when the log-sum-exp of near keys is known; the same requests in all processes."""
+    sequence, segments = call.sequence, call.sequence.segments
     every = [
-        Block(a, chunks[a].slots, b, slots)
-        for a, by_key in enumerate(sequence.visible(call.window))
-        for b, slots in enumerate(by_key)
-        if a != b and slots.start < slots.stop
+        Block(a, segments[a].slots, b, slice(max(seen.start, key.first), min(seen.stop, key.stop)))
+        for a, seen in enumerate(sequence.visible(call.window))
+        for near in [near_segments(call, a)]
+        for b, key in enumerate(segments)
+        if seen.start < key.stop and key.first < seen.stop and b not in near
     ]
-    blocks = [block for block in every if block.query in sequence.own]
+    blocks = [block for block in every if segments[block.query].owner == sequence.rank]
     peaks = gather_peaks(call, named) if call.skips else None
     if peaks is None:
-        requests = [_request(p, sequence.size, every) for p in range(sequence.size)]
+        requests = [_request(call, process, every) for process in range(sequence.size)]
     else:
         blocks = [part for block in blocks for part in with_weight(call, block, named, lse, peaks)]
-        own = _request(sequence.rank, sequence.size, blocks)
-        ends = [(own[b].start, own[b].stop) if b in own else (0, 0) for b in range(len(chunks))]
+        own = _request(call, sequence.rank, blocks)
+        ends = [(own[b].start, own[b].stop) if b in own else (0, 0) for b in range(len(segments))]
         table = gather_all(torch.tensor(ends, device=lse.device), sequence.group).tolist()
         requests = [{b: slice(*ends) for b, ends in enumerate(row) if ends[0] < ends[1]} for row in table]
     return Plan(
-        [block for block in blocks if block.key in sequence.own],
-        [block for block in blocks if block.key not in sequence.own],
+        [block for block in blocks if segments[block.key].owner == sequence.rank],
+        {b: [block for block in blocks if block.key == b] for b in requests[sequence.rank]},
         requests,
     )
 
 
-def _request(process: int, processes: int, blocks: Sequence[Block]) -> dict[int, slice]:
-    """What a process needs of the chunks of others for its blocks."""
-    own = owned(process, processes)
+def _request(call: RingCall, process: int, blocks: Sequence[Block]) -> dict[int, slice]:
+    """What a process needs of the segments of others for its blocks."""
+    segments = call.sequence.segments
     needed: dict[int, slice] = {}
     for block in blocks:
-        if block.query in own and block.key not in own:
+        if segments[block.query].owner == process != segments[block.key].owner:
             before = needed.get(block.key, block.keys)
             needed[block.key] = slice(min(before.start, block.keys.start), max(before.stop, block.keys.stop))
     return dict(sorted(needed.items()))
 
 
+@dataclass(frozen=True)
+class Turn:
+    """One exchange: a segment goes to one process, and one of another process is received; either may be missing."""
+
+    number: int
+    """Of those of the same two processes."""
+    to: int
+    sent: int | None
+    source: int
+    received: int | None
+
+
 class Exchange:
-    """The keys of others step by step, and the gradients of keys back to their owners."""
+    """The keys of others segment by segment, and the gradients of keys back to their owners."""
 
     def __init__(self, call: RingCall, plan: Plan, named: Mapping[str, Tensor]) -> None:
         self.call, self.plan, self.named = call, plan, named
         self.sequence = call.sequence
+        self.names = call.of_keys
 
-    def arriving(self) -> Iterator[tuple[int, dict[int, dict[str, Tensor]]]]:
-        """By step the keys' tensors of another process, while those of the next step are on their way."""
-        steps = range(1, self.sequence.size)
-        waiting = self._send_keys(1) if steps else None
-        for step in steps:
-            following = self._send_keys(step + 1) if step + 1 in steps else None
+    def turns(self) -> list[Turn]:
+        """All exchanges, in an order in which nobody waits for what another process does later."""
+        rank, size = self.sequence.rank, self.sequence.size
+        turns = []
+        for step in range(1, size):
+            to, source = (rank + step) % size, (rank - step) % size
+            pairs = zip_longest(self._requested(to, rank), self._requested(rank, source))
+            turns += [Turn(i, to, sent, source, received) for i, (sent, received) in enumerate(pairs)]
+        return turns
+
+    def arriving(self) -> Iterator[tuple[Turn, dict[str, Tensor]]]:
+        """By turn the keys' tensors of another process, while those of the next turn are on their way."""
+        turns = self.turns()
+        following = self._send_keys(turns[0]) if turns else None
+        for turn, after in zip_longest(turns, turns[1:]):
+            waiting, following = following, self._send_keys(after) if after is not None else None
             assert waiting is not None
-            yield step, waiting.wait()
-            waiting = following
+            yield turn, waiting.wait()
 
     def place(self, block: Block) -> slice:
-        """Where the keys of a block lie among those that were received of their chunk, or among the own tokens."""
-        if block.key in self.sequence.own:
-            return self.sequence.chunks[block.key].local(block.keys)
-        first = self.plan.requests[self.sequence.rank][block.key].start
+        """Where the keys of a block lie among those that were received of their segment, or among the own tokens."""
+        segment, rank = self.sequence.segments[block.key], self.sequence.rank
+        if segment.owner == rank:
+            return segment.local(block.keys)
+        first = self.plan.requests[rank][block.key].start
         return slice(block.keys.start - first, block.keys.stop - first)
 
-    def _peers(self, step: int) -> tuple[int, int]:
-        """To whom keys go in a step, and from whom they are received."""
-        rank, size = self.sequence.rank, self.sequence.size
-        return (rank + step) % size, (rank - step) % size
-
-    def _requested(self, by: int, owner: int) -> dict[int, slice]:
-        """The slots that one process gets of the chunks of another."""
-        return {b: slots for b, slots in self.plan.requests[by].items() if self.sequence.chunks[b].owner == owner}
-
-    def _send_keys(self, step: int) -> Transfer:
-        """Begin a step: the keys' tensors that one process needs go there, and those of another are received."""
-        (to, source), rank, named = self._peers(step), self.sequence.rank, self.named
-        names = self.call.of_keys
-        sent = []
-        for number, slots in self._requested(to, rank).items():
-            local = self.sequence.chunks[number].local(slots)
-            sent += [named[name][self.call.index(name, named[name], key=local)].contiguous() for name in names]
-        received = {
-            number: {name: self._room(name, named[name], slots) for name in names}
-            for number, slots in self._requested(rank, source).items()
-        }
-        return transfer(sent, to, received, source, group=self.sequence.group)
-
-    def send_gradients(
-        self, step: int, of_received: Mapping[int, Mapping[str, Tensor]], of_own: Mapping[str, Tensor]
-    ) -> Transfer:
+    def send_gradients(self, turn: Turn, of_received: Mapping[str, Tensor], of_own: Mapping[str, Tensor]) -> Transfer:
         """The way back: gradients of received keys go to their owner, those of own ones are received where they went.
 
-        `of_own` has the gradients that are wanted, by name.
+        Both have the gradients that are wanted, by name.
         """
-        to, source = self._peers(step)
-        received = {
-            number: {name: self._room(name, gradient, slots) for name, gradient in of_own.items()}
-            for number, slots in self._requested(to, self.sequence.rank).items()
-        }
-        sent = [own[name] for own in of_received.values() for name in of_own]
-        return transfer(sent, source, received, to, group=self.sequence.group, tag=GRADIENT_TAGS)
+        received = self._room(of_own, turn.sent, turn.to)
+        return self._transfer(turn, [*of_received.values()], turn.source, received, turn.to, back=True)
 
-    def add_returned(self, step: int, returning: Transfer, of_own: Mapping[str, Tensor]) -> None:
+    def add_returned(self, turn: Turn, returning: Transfer, of_own: Mapping[str, Tensor]) -> None:
         """Add the gradients that another process has of own keys."""
-        to, _ = self._peers(step)
-        for number, returned in returning.wait().items():
-            local = self.sequence.chunks[number].local(self.plan.requests[to][number])
-            for name, gradient in returned.items():
-                of_own[name][self.call.index(name, of_own[name], key=local)] += gradient
+        for name, gradient in returning.wait().items():
+            of_own[name][self.call.index(name, of_own[name], key=self._sent_slots(turn))] += gradient
 
-    def _room(self, name: str, like: Tensor, slots: slice) -> Tensor:
-        """An empty tensor for the keys of some slots."""
-        shape = list(like.shape)
-        shape[self.call.axes[name]["key"]] = slots.stop - slots.start
-        return like.new_empty(shape)
+    def _requested(self, by: int, owner: int) -> list[int]:
+        """The segments of one process that another one gets."""
+        return [b for b in self.plan.requests[by] if self.sequence.segments[b].owner == owner]
+
+    def _sent_slots(self, turn: Turn) -> slice:
+        """Where what is sent lies among the own tokens."""
+        assert turn.sent is not None
+        return self.sequence.segments[turn.sent].local(self.plan.requests[turn.to][turn.sent])
+
+    def _send_keys(self, turn: Turn) -> Transfer:
+        """Begin a turn: the keys' tensors that one process needs go there, and those of another are received."""
+        named, sent = {name: self.named[name] for name in self.names}, []
+        if turn.sent is not None:
+            local = self._sent_slots(turn)
+            sent = [x[self.call.index(name, x, key=local)].contiguous() for name, x in named.items()]
+        return self._transfer(turn, sent, turn.to, self._room(named, turn.received, self.sequence.rank), turn.source)
+
+    def _transfer(
+        self, turn: Turn, sent: list[Tensor], to: int, received: dict[str, Tensor], source: int, *, back: bool = False
+    ) -> Transfer:
+        tag = (2 * turn.number + back) * len(self.names)
+        return transfer(sent, to, received, source, group=self.sequence.group, tag=tag)
+
+    def _room(self, like: Mapping[str, Tensor], number: int | None, by: int) -> dict[str, Tensor]:
+        """Empty tensors for what a process gets of a segment."""
+        if number is None:
+            return {}
+        slots, shapes = self.plan.requests[by][number], {name: list(x.shape) for name, x in like.items()}
+        for name, shape in shapes.items():
+            shape[self.call.axes[name]["key"]] = slots.stop - slots.start
+        return {name: x.new_empty(shapes[name]) for name, x in like.items()}
 
 
 def add_output(
@@ -321,20 +359,19 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: RingCall, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         named = dict(zip(call.axes, tensors, strict=True))
-        q, v, chunks = named["q"], named["v"], call.sequence.chunks
+        q, v = named["q"], named["v"]
         dtype = at_least_float32(q[:0]).dtype
         total = q.new_zeros(*q.shape[:3], v.shape[3], dtype=dtype), q.new_full(q.shape[:3], -math.inf, dtype=dtype)
-        for block in diagonal(call):
-            add_output(call, total, named, block, chunks[block.key].own, sink=True)
+        for block in near_blocks(call):
+            add_output(call, total, named, block, call.sequence.segments[block.key].local(block.keys), sink=True)
         plan = make_plan(call, named, total[1])
         exchange = Exchange(call, plan, named)
         for block in plan.own:
             add_output(call, total, named, block, exchange.place(block))
-        for _, pieces in exchange.arriving():
-            for block in plan.others:
-                if block.key in pieces:
-                    add_output(call, total, named | pieces[block.key], block, exchange.place(block))
-            del pieces
+        for turn, received in exchange.arriving():
+            for block in plan.blocks_of(turn.received):
+                add_output(call, total, named | received, block, exchange.place(block))
+            del received
         ctx.call, ctx.plan = call, plan
         ctx.save_for_backward(*tensors, *total)
         return total[0].to(q.dtype), total[1]
@@ -348,28 +385,22 @@ class _RingAttention(torch.autograd.Function):
         wanted = [name for name, needed in zip(named, ctx.needs_input_grad[1:], strict=True) if needed]
         gradients = {name: torch.zeros_like(at_least_float32(named[name])) for name in wanted}
         of_own = {name: gradients[name] for name in call.of_keys if name in gradients}
-        exchange, chunks = Exchange(call, plan, named), call.sequence.chunks
+        exchange = Exchange(call, plan, named)
         # A row that sees nothing has no lse to give a gradient to.
         upstream = at_least_float32(d_out), d_lse.masked_fill(lse == -math.inf, 0), out, lse
-        for block in diagonal(call):
-            add_gradients(call, upstream, named, gradients, block, chunks[block.key].own, sink=True)
+        for block in near_blocks(call):
+            add_gradients(call, upstream, named, gradients, block, exchange.place(block), sink=True)
         for block in plan.own:
             add_gradients(call, upstream, named, gradients, block, exchange.place(block))
-        returning: Transfer | None = None
-        for step, pieces in exchange.arriving():
-            of_received = {
-                number: {name: torch.zeros_like(at_least_float32(received[name])) for name in of_own}
-                for number, received in pieces.items()
-            }
-            for block in plan.others:
-                if block.key in pieces:
-                    tensors, into = named | pieces[block.key], gradients | of_received[block.key]
-                    add_gradients(call, upstream, tensors, into, block, exchange.place(block))
-                    del tensors, into
+        returning: tuple[Turn, Transfer] | None = None
+        for turn, received in exchange.arriving():
+            of_received = {name: torch.zeros_like(at_least_float32(received[name])) for name in of_own if received}
+            for block in plan.blocks_of(turn.received):
+                add_gradients(call, upstream, named | received, gradients | of_received, block, exchange.place(block))
             if returning is not None:
-                exchange.add_returned(step - 1, returning, of_own)
-            returning = exchange.send_gradients(step, of_received, of_own)
-            del pieces, of_received
+                exchange.add_returned(*returning, of_own)
+            returning = turn, exchange.send_gradients(turn, of_received, of_own)
+            del received, of_received
         if returning is not None:
-            exchange.add_returned(call.sequence.size - 1, returning, of_own)
+            exchange.add_returned(*returning, of_own)
         return None, *(gradients[name].to(x.dtype) if name in gradients else None for name, x in named.items())

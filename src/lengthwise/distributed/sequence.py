@@ -28,16 +28,23 @@ class SharedSequence(Ring):
     slots: Int[Tensor, " token"]
     pieces: tuple[tuple[slice, int], ...]
     chunks: list[Chunk]
+    segments: list[Chunk]
+    """Of all chunks, in order."""
     group: ProcessGroup | None
     rank: int
     size: int
-    _visible: dict[Window | None, list[list[slice]]] = field(default_factory=dict)
+    _visible: dict[Window | None, list[slice]] = field(default_factory=dict)
     """By window, see `visible`."""
 
     @property
     def own(self) -> tuple[int, int]:
         """The numbers of this process's chunks."""
         return owned(self.rank, self.size)
+
+    @property
+    def own_segments(self) -> list[int]:
+        """The numbers of this process's segments."""
+        return [number for number, segment in enumerate(self.segments) if segment.owner == self.rank]
 
     def in_order(self, every: Shaped[Tensor, "process chunk *shape"]) -> list[Tensor]:
         """What every process has of its two chunks, as a list by the number of the chunk."""
@@ -68,8 +75,8 @@ class SharedSequence(Ring):
             halos.append(torch.cat(parts, 2) if parts else every[0][:, :, :0])
         return halos
 
-    def visible(self, window: Window | None) -> list[list[slice]]:
-        """By the chunk of queries and that of keys, the slots of keys from the first to the last that may be seen.
+    def visible(self, window: Window | None) -> list[slice]:
+        """By the segment of queries, the slots of keys from the first to the last that may be seen.
 
         Padding between is not looked at. Slots are empty where nothing is seen.
         """
@@ -77,11 +84,8 @@ class SharedSequence(Ring):
             bands = (window,) if isinstance(window, Band) else window if isinstance(window, tuple) else ()
             begin, end, _ = Visibility(self.whole, window if isinstance(window, int) else None, bands).spans()
             end = end.where(end > begin, 0)
-            ends = [(begin[:, c.slots].amin(), end[:, c.slots].amax()) for c in self.chunks]
-            # One value is read back, not one for each chunk.
+            ends = [(begin[:, s.slots].amin(), end[:, s.slots].amax()) for s in self.segments]
+            # One value is read back, not one for each segment.
             spans = torch.stack([torch.stack(own) for own in ends]).tolist()
-            self._visible[window] = [
-                [slice(max(first, key.first), max(first, key.first, min(stop, key.stop))) for key in self.chunks]
-                for first, stop in spans
-            ]
+            self._visible[window] = [slice(*ends) if ends[0] < ends[1] else slice(0, 0) for ends in spans]
         return self._visible[window]

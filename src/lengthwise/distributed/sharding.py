@@ -1,15 +1,21 @@
 """Which tokens of a sequence each process has.
 
 Every process has two chunks, one from the start of the sequence and one from its end: under causality the early one
-has little work and the late one much, and together all processes have the same.
+has little work and the late one much, and together all processes have the same. A chunk is sent and worked with in
+segments, so that what is held of other processes, and of a block of scores, does not grow with the sequence.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+
+SEGMENT_TOKENS = {"cpu": 1024, "cuda": 8192}
+"""How many tokens a segment has at most, by kind of device: enough work to be worth a call."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A run of slots that one process has."""
+    """A run of slots that one process has; a segment is a part of one."""
 
     first: int
     count: int
@@ -56,3 +62,17 @@ def zigzag(length: int, processes: int) -> list[Chunk]:
 def owned(process: int, processes: int) -> tuple[int, int]:
     """The numbers of the chunks that a process has."""
     return process, 2 * processes - 1 - process
+
+
+def cut(chunks: Sequence[Chunk], most: int) -> list[Chunk]:
+    """The segments of all chunks in order: as many of each chunk, and of at most so many tokens.
+
+    >>> [(segment.first, segment.count, segment.place) for segment in cut(zigzag(10, 1), 3)]
+    [(0, 2, 0), (2, 3, 2), (5, 2, 5), (7, 3, 7)]
+    """
+    parts = -(-max(chunk.count for chunk in chunks) // most)
+    segments = []
+    for chunk in chunks:
+        borders = [i * chunk.count // parts for i in range(parts + 1)]
+        segments += [Chunk(chunk.first + a, b - a, chunk.owner, chunk.place + a) for a, b in pairwise(borders)]
+    return segments

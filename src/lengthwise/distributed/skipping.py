@@ -1,8 +1,8 @@
 """Which blocks of keys have no weight: they are neither sent nor computed.
 
-A chunk is cut into tiles of keys. A tile is left out for a head where, of every row,
+A segment is cut into tiles of keys. A tile is left out for a head where, of every row,
 
-    m (|q| max|k| scale + largest bias in the tile) - lse of the own chunk < log(half of the smallest float32)
+    m (|q| max|k| scale + largest bias in the tile) - lse of near keys < log(half of the smallest float32)
 
 m is the row's logit scale. Then every weight in it is 0 in float32, forward and backward: nothing changes. What bounds
 the scores of a tile is gathered before any key is sent.
@@ -22,49 +22,53 @@ from lengthwise.distributed.collectives import gather_all
 from lengthwise.distributed.sharding import Chunk
 
 TILES = 64
-"""Into how many tiles a chunk is cut at most."""
+"""Into how many tiles a segment is cut at most."""
 TILE_KEYS = 64
 """How many keys a tile has at least."""
 ROWS = 128
 """For how many rows bounds are worked out at a time."""
 
 Peaks = dict[str, list[Tensor]]
-"""What bounds the scores of the tiles of each chunk, by name and by the number of the chunk."""
+"""What bounds the scores of the tiles of each segment, by name and by the number of the segment."""
 
 
 def gather_peaks(call: RingCall, named: Mapping[str, Tensor]) -> Peaks | None:
-    """Of all chunks; None where nothing bounds the bias, which depends on its kind and on what all processes have."""
+    """Of all segments; None where nothing bounds the bias, which depends on its kind and on what all processes have."""
     if call.bias is None:
         return None
     sequence, (width, count) = call.sequence, tiles(call)
-    by_chunk = []
-    for own, first in sequence.pieces:
-        picked = {name: x[call.index(name, x, key=own)] for name, x in named.items()}
-        positions = sequence.whole.key[:, first : first + own.stop - own.start]
+    by_segment = []
+    for segment in (sequence.segments[number] for number in sequence.own_segments):
+        picked = {name: x[call.index(name, x, key=segment.own)] for name, x in named.items()}
+        positions = sequence.whole.key[:, segment.slots]
         bias = call.described(picked, positions, positions)
         peaks = None if bias is None else bias.key_peaks(width, count)
         if peaks is None:
             return None
         lengths = at_least_float32(picked["k"]).norm(dim=-1)
-        by_chunk.append({"k": block_peaks(lengths, width, count).clamp(min=0), **peaks})
+        by_segment.append({"k": block_peaks(lengths, width, count).clamp(min=0), **peaks})
+    every = {
+        name: gather_all(torch.stack([peaks[name] for peaks in by_segment]), sequence.group) for name in by_segment[0]
+    }
+    # As many segments of each chunk.
     return {
-        name: sequence.in_order(gather_all(torch.stack([peaks[name] for peaks in by_chunk]), sequence.group))
-        for name in by_chunk[0]
+        name: [own for of_chunk in sequence.in_order(x.unflatten(1, (2, -1))) for own in of_chunk]
+        for name, x in every.items()
     }
 
 
 def tiles(call: RingCall) -> tuple[int, int]:
-    """How many keys a tile has, and how many tiles a chunk."""
-    longest = max(chunk.count for chunk in call.sequence.chunks)
+    """How many keys a tile has, and how many tiles a segment."""
+    longest = max(segment.count for segment in call.sequence.segments)
     width = max(TILE_KEYS, -(-longest // TILES))
     return width, -(-longest // width)
 
 
 def with_weight(call: RingCall, block: Block, named: Mapping[str, Tensor], lse: Tensor, peaks: Peaks) -> list[Block]:
-    """The parts of a block that may have weight: heads that need about as many keys of the chunk together."""
+    """The parts of a block that may have weight: heads that need about as many keys of the segment together."""
     width, _ = tiles(call)
-    chunk, key = call.sequence.chunks[block.query], call.sequence.chunks[block.key]
-    needed = tiles_with_weight(call, block.query, named, lse, {name: x[block.key] for name, x in peaks.items()})
+    query, key = call.sequence.segments[block.query], call.sequence.segments[block.key]
+    needed = tiles_with_weight(call, block, named, lse, peaks)
     last = -(-(block.keys.stop - key.first) // width)
     needed[..., last:] = False
     needed[..., : (block.keys.start - key.first) // width] = False
@@ -79,7 +83,7 @@ def with_weight(call: RingCall, block: Block, named: Mapping[str, Tensor], lse: 
         parts.append(
             Block(
                 block.query,
-                slice(chunk.first + int(rows[0]), chunk.first + int(rows[-1]) + 1),
+                slice(query.first + int(rows[0]), query.first + int(rows[-1]) + 1),
                 block.key,
                 slice(max(block.keys.start, key.first + (last - tail) * width), block.keys.stop),
                 heads if len(heads) < len(used) else None,
@@ -89,28 +93,28 @@ def with_weight(call: RingCall, block: Block, named: Mapping[str, Tensor], lse: 
 
 
 def tiles_with_weight(
-    call: RingCall, query: int, named: Mapping[str, Tensor], lse: Tensor, peaks: Mapping[str, Tensor]
+    call: RingCall, block: Block, named: Mapping[str, Tensor], lse: Tensor, peaks: Peaks
 ) -> Bool[Tensor, "kv_head row tile"]:
-    """Where a row of a chunk of queries may have weight in a tile with these peaks; NaN and infinity mean that it may.
+    """Where a row of a block's segment of queries may have weight in a tile of keys; NaN and infinity mean it may.
 
-    `lse` is that of each row with its own chunk, and so at most that of all keys.
+    `lse` is that of each row with the keys near it, and so at most that of all keys.
     """
-    chunk = call.sequence.chunks[query]
+    segment, of_keys = call.sequence.segments[block.query], {name: x[block.key] for name, x in peaks.items()}
     # Some rows at a time: the bounds of all rows would take as much memory as their keys.
-    borders = [*range(chunk.first, chunk.stop, ROWS), chunk.stop]
-    parts = [_with_weight(call, chunk, slice(*rows), named, lse, peaks) for rows in pairwise(borders)]
+    borders = [*range(segment.first, segment.stop, ROWS), segment.stop]
+    parts = [_with_weight(call, segment, slice(*rows), named, lse, of_keys) for rows in pairwise(borders)]
     return torch.cat(parts, 1)
 
 
 def _with_weight(
     call: RingCall,
-    chunk: Chunk,
+    segment: Chunk,
     rows: slice,
     named: Mapping[str, Tensor],
     lse: Tensor,
     peaks: Mapping[str, Tensor],
 ) -> Bool[Tensor, "kv_head row tile"]:
-    own = chunk.local(rows)
+    own = segment.local(rows)
     picked = {name: x[call.index(name, x, query=own)] for name, x in named.items()}
     positions = call.sequence.whole.query[:, rows]
     bias = call.described(picked, positions, positions)

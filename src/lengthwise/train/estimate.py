@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from lengthwise.distributed.sharding import SEGMENT_TOKENS
 from lengthwise.errors import check_int, check_number
 from lengthwise.model import LengthwiseConfig
 from lengthwise.model.losses import CHUNK
@@ -107,8 +108,9 @@ def estimate(config: ResolvedTrainConfig, model: LengthwisePreTrainedModel, hard
     vocabulary = model.config.vocab_size
     head = 4.0 * (2 * min(CHUNK, tokens) * vocabulary + vocabulary * width) + tokens * width * 4
     kv_heads = model.config.n_kv_head or model.config.n_head
-    # The block at hand and the next one, keys and values; backward their gradients too, in float32.
-    ring = 0.0 if together == 1 else tokens * kv_heads * (model.config.head_dim or 0) * 2 * (2 * element + 4)
+    # Of a segment, of the next one and of what is sent, keys and values; of as many their gradients, in float32.
+    segment = micro * min(config.length / together / 2, max(SEGMENT_TOKENS.values()))
+    ring = 0.0 if together == 1 else segment * kv_heads * (model.config.head_dim or 0) * 2 * 3 * (element + 4)
     flops = config.steps * config.batch_tokens * token_flops(model, config)
     rate = None if hardware.tflops is None else hardware.tflops * 1e12 * hardware.utilisation * hardware.devices
     needs = Estimate(
