@@ -174,7 +174,7 @@ def memory(names: list[str], quick: bool) -> Iterator[dict[str, object]]:
         ratio = ours / others[best]
         row = {"best": best, "gigabytes": {"ours": ours, **others}, "ratio": ratio, "limit": limit}
         verdict = "within" if ratio <= limit else "over"
-        yield {"what": "memory", "case": f"{name} {length}", "length": length, "verdict": verdict} | row
+        yield {"what": "memory", "case": f"{name} memory {length}", "length": length, "verdict": verdict} | row
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Write the generated tables into the README: `make table`. Numbers come from the measurements' own JSON lines."""
+"""Write the generated tables into README and docs: `make table`. Numbers come from the measurements' own JSON lines."""
 
 import json
 import re
@@ -30,6 +30,12 @@ MODEL = {
     "memory": ("peak memory of a process, preset tiny forward over 16,384 tokens", "gigabytes", "{:.2f} GB"),
 }
 """What of the whole model is shown: in words, by which number, and how it is written."""
+RATIOS = {
+    "any_model.md": ("fit-train", "fit-decode", "accelerated-train", "accelerated-decode", "accelerated-memory"),
+    "encoders.md": ("encoder-train", "encoder-padding"),
+    "stretching.md": ("stretch",),
+}
+"""Pages with a table of ratios, and the files in benchmarks/results that it comes from."""
 
 
 def filled(text: str, name: str, content: str) -> str:
@@ -107,6 +113,31 @@ def model(files: dict[str, list[dict]]) -> str:
     return "\n".join(lines)
 
 
+def ratios(rows: list[dict]) -> str:
+    """A line a case: the median of the ratios in a round and its quartiles, beside the target."""
+    lines = ["| | ratio | quartiles | target |", "|---" * 4 + "|"]
+    for row in rows:
+        case, ratio, limit = _case(row)
+        # Memory is measured once.
+        middle, ends = (ratio, ()) if isinstance(ratio, float) else (ratio["median"], ratio["quartiles"])
+        cells = [case, f"{middle:.2f}", " to ".join(f"{end:.2f}" for end in ends), limit and f"{limit:.2f}"]
+        lines.append("| " + " | ".join(cell or "" for cell in cells) + " |")
+    born = [row["born"] for row in rows]
+    runs = dict.fromkeys(f"`{one['command']}` at commit {one['commit']}" for one in born)
+    lines += ["", f"Measured on {born[0]['date']} by {'; '.join(runs)}: {born[0]['machine']}."]
+    return "\n".join(lines)
+
+
+def _case(row: dict) -> tuple[str, dict | float, float | None]:
+    """What a row of a benchmark is about, in words, its ratio, and its target."""
+    if "target" in row:
+        return row["target"], row["ratio"], row["most"]
+    if "spec" in row:
+        limit = None if row["verdict"] == "no limit" else row["limit"]
+        return f"`{row['spec']}`, {row['zones']} bands", row["bands"]["ratio"], limit
+    return f"{row['case']} / {row['best']}", row["ratio"], row["limit"]
+
+
 def study(results: dict) -> str:
     """The default study: perplexity by length, and the rise at eight times the training length."""
     length = results["train_length"]
@@ -157,6 +188,10 @@ if __name__ == "__main__":
     text = filled(README.read_text(), "encodings", overview())
     CATALOGUE.write_text(catalogue())
     ENCODERS.write_text(filled(ENCODERS.read_text(), "two-sided", two_sided_table()))
+    for name, names in RATIOS.items():
+        paths = [ROOT / f"benchmarks/results/{one}.jsonl" for one in names]
+        if rows := [row for path in paths if path.exists() for row in rows_of(path) if "rival" not in row]:
+            (ROOT / "docs" / name).write_text(filled((ROOT / "docs" / name).read_text(), "ratios", ratios(rows)))
     if MEASURED.exists():
         text = filled(text, "measured", measured(rows_of()))
     files = {what: ROOT / f"benchmarks/results/model-{what}.jsonl" for what in MODEL}
