@@ -28,6 +28,8 @@ from lengthwise.encodings.base import State
 from lengthwise.token_layout import Slot, TokenLayout, Window
 
 Numbers = Float[Tensor, "batch head position number"]
+OtherNumbers = Float[Tensor, "_ _ _ _"]
+"""Of other tokens, and perhaps of other sizes."""
 
 
 ROOM = 128
@@ -42,14 +44,14 @@ class Room:
     filled: int
     slots: int
 
-    def takes(self, tokens: Numbers, new: Numbers) -> bool:
+    def takes(self, tokens: Numbers, new: OtherNumbers) -> bool:
         """Whether the new ones can be written behind the tokens: these are all that was ever written here."""
         count, rows = tokens.shape[2], tokens.stride(1)
         here = tokens.data_ptr() == self.address and rows == self.slots * tokens.shape[3]
         return here and count == self.filled and count + new.shape[2] <= self.slots and _alike(tokens, new)
 
 
-def _alike(tokens: Numbers, new: Numbers) -> bool:
+def _alike(tokens: Numbers, new: OtherNumbers) -> bool:
     return (
         (tokens.shape[:2], tokens.shape[3], tokens.dtype, tokens.device)
         == (new.shape[:2], new.shape[3], new.dtype, new.device)
@@ -58,7 +60,7 @@ def _alike(tokens: Numbers, new: Numbers) -> bool:
     )
 
 
-def _appended(tokens: Numbers, new: Numbers, room: Room | None) -> tuple[Numbers, Room | None]:
+def _appended(tokens: Numbers, new: OtherNumbers, room: Room | None) -> tuple[OtherNumbers, Room | None]:
     """The tokens with new ones behind them, and the room that they lie in."""
     count = tokens.shape[2] + new.shape[2]
     if room is None or not room.takes(tokens, new):
