@@ -102,9 +102,9 @@ class StateLayer(CacheLayerMixin):
     def __init__(self, layer: Any) -> None:
         for name, value in vars(layer).items():
             setattr(self, name, value)
-        room = getattr(layer, "max_cache_len", None)
+        slots = getattr(layer, "max_cache_len", None)
         kind: Any = GrowingLayer if type(layer) is DynamicLayer else type(layer)
-        self.twin = kind(max_cache_len=room, sliding_window=getattr(layer, "sliding_window", room))
+        self.twin = kind(max_cache_len=slots, sliding_window=getattr(layer, "sliding_window", slots))
         if getattr(layer, "record_past", False):
             self.twin.activate_past_recording()
         self.visible: Numbers | None = None

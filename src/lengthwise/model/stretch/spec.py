@@ -11,7 +11,7 @@ from lengthwise.model.stretch.bands import METHODS, Method
 LOG_N = "logn"
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 """Llama 3's own, for "llama3:8"."""
-LARGEST = 2**24
+LARGEST_NUMBER = 2**24
 """Of the numbers in a way to stretch: up to here float32 tells one position from the next."""
 
 
@@ -70,8 +70,8 @@ def _numbers(method: type[Method], words: Sequence[str], spec: str) -> tuple[int
     if not needed <= len(words) <= len(own) or not all(word.isdecimal() and int(word) > 0 for word in words):
         raise OptionError(f"it must be written {method.usage}, with positive whole numbers, got {spec!r}")
     numbers = tuple(int(word) for word in words)
-    if max(numbers, default=0) > LARGEST:
-        raise OptionError(f"the numbers of a way to stretch must be at most {LARGEST:,}, got {spec!r}")
+    if max(numbers, default=0) > LARGEST_NUMBER:
+        raise OptionError(f"the numbers of a way to stretch must be at most {LARGEST_NUMBER:,}, got {spec!r}")
     return numbers
 
 
@@ -85,5 +85,5 @@ def _scaling(name: str, words: Sequence[str], spec: str) -> dict[str, object]:
 
 
 def _check_factor(factor: float, spec: str) -> None:
-    if not 1 <= factor <= LARGEST:  # nor is NaN
-        raise OptionError(f"the factor of a way to stretch must be a number from 1 to {LARGEST:,}, got {spec!r}")
+    if not 1 <= factor <= LARGEST_NUMBER:  # nor is NaN
+        raise OptionError(f"the factor of a way to stretch must be a number from 1 to {LARGEST_NUMBER:,}, got {spec!r}")
