@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 # The revision that `make bench-base` compares the working tree with.
 BASE ?= 9fcc0ca
 
+# Where `make study-full` writes its studies; with OUT=docs/results/full it goes on with the stored ones.
+OUT ?= study-full
+
 # Where `make prove-real` keeps checkpoints out of the package registries.
 REAL ?= real
 
@@ -14,9 +17,9 @@ study: $(VENV)/ready
 	$(BIN)/lengthwise study
 
 study-full: $(VENV)/ready
-	$(BIN)/lengthwise study --config configs/studies/full-stdlib.yaml
 	test -e wikipedia.jsonl || $(BIN)/python docs/wikipedia.py wikipedia.jsonl
-	$(BIN)/lengthwise study --config configs/studies/full-wikipedia.yaml
+	for text in stdlib wikipedia; do \
+	  $(BIN)/lengthwise study --config configs/studies/full-$$text.yaml --out $(OUT)-$$text || exit 1; done
 
 test: check
 	$(BIN)/pytest -n auto -m "not prove"

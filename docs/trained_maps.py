@@ -4,21 +4,9 @@ python docs/trained_maps.py --text "English Wikipedia of 2006" --licence "CC BY-
 """
 
 import argparse
-import subprocess
-from pathlib import Path
 
+from lengthwise.files import source_commit
 from lengthwise.show.trained_maps import Source, check_sizes, write_trained
-
-
-def head_commit() -> str:
-    """The commit of the working tree, with a + where its sources have changed since."""
-    root = Path(__file__).parents[1]
-    questions = (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "src/lengthwise/*.py"])
-    commit, changes = (
-        subprocess.run(["git", *words], capture_output=True, text=True, cwd=root, check=True).stdout.strip()
-        for words in questions
-    )
-    return commit + "+" * bool(changes)
 
 
 def main() -> None:
@@ -29,7 +17,7 @@ def main() -> None:
     parser.add_argument("--licence", required=True, help="the licence of that text")
     parser.add_argument("--commit", help="of the code that trained them; that of this working tree by default")
     options = parser.parse_args()
-    source = Source(options.text, options.licence, options.commit or head_commit())
+    source = Source(options.text, options.licence, options.commit or source_commit())
     for run in options.runs:
         print(write_trained(run, source), flush=True)
     print(check_sizes())

@@ -12,9 +12,10 @@ from test_study import in_process, small  # noqa: F401
 from lengthwise.study.config import StudyConfig
 from lengthwise.study.engine import Engine, StudyProgress, TrainingJob, parallel_jobs, train_runs
 from lengthwise.study.execute import run_study
+from lengthwise.study.record import TrainingOutcome
 from lengthwise.study.report import paper_retrieval_rows
-from lengthwise.study.results import TrainingOutcome
-from lengthwise.study.runs import contrastive_runs, missing_commands, study_runs
+from lengthwise.study.runs import contrastive_runs, study_runs
+from lengthwise.study.watch import missing_commands
 from lengthwise.train import TrainConfig
 from lengthwise.train.config import Recipe
 

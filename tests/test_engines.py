@@ -83,10 +83,10 @@ def test_a_study_is_watched_from_its_folder_alone(tmp_path, capsys):
     config = small(tmp_path)
     runs = study_runs(config)
     train(runs[0].config)
-    first, second = status_table(runs).splitlines()[1:3]
+    first, second = status_table(runs, config.out).splitlines()[1:3]
     assert first.split()[:5] == ["alibi-1337", "finished", "3", "of", "3"]
     assert second.split() == ["learned-1337", "waiting", "0", "of", "3"]
-    assert status_table(runs).endswith("1 of 2 runs are finished")
+    assert status_table(runs, config.out).endswith("1 of 2 runs are finished")
     words = ["--out", config.out, "--encodings", "alibi", "learned", "--data", config.training.data]
     main(["study", "--watch", *words, "--steps", "3", "--warmup", "1"])
     assert "1 of 2 runs are finished" in capsys.readouterr().out

@@ -12,7 +12,7 @@ from lengthwise.encodings import Encoding
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 from lengthwise.runs import Run
 from lengthwise.study import StudyConfig
-from lengthwise.study.results import TrainingOutcome
+from lengthwise.study.record import TrainingOutcome
 from lengthwise.study.tune import rate_ladder, with_tuned_rates
 from lengthwise.train import TrainConfig, train
 from lengthwise.train.optimizers import Optimizers

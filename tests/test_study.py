@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,9 +32,11 @@ from lengthwise.study.execute import (
     run_study,
     train_runs,
 )
+from lengthwise.study.record import TrainingOutcome
 from lengthwise.study.report import paper_rows, paper_tables
-from lengthwise.study.results import JudgedHypothesis, TrainingOutcome
-from lengthwise.study.runs import contrastive_runs, missing_commands, study_runs
+from lengthwise.study.results import JudgedHypothesis
+from lengthwise.study.runs import contrastive_runs, study_runs
+from lengthwise.study.watch import missing_commands, watch_study
 from lengthwise.train import TrainConfig, train
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs/studies").glob("*.yaml"))
@@ -186,7 +189,7 @@ def test_another_text_or_another_version_is_measured_anew_and_nothing_else_is(tm
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{n} ravens and {n * n % 89} boats went home.\n" for n in range(1500)))
     config = small(tmp_path, text=str(text), encodings=["alibi"])
-    scores, table = tmp_path / "out/scores/alibi-1337.json", tmp_path / "out/study.json"
+    scores, table = tmp_path / "out/records/alibi-1337.json", tmp_path / "out/study.json"
 
     def measured() -> tuple[int, float]:
         run_study(config)
@@ -202,6 +205,31 @@ def test_another_text_or_another_version_is_measured_anew_and_nothing_else_is(tm
     third = measured()
     assert third[0] > second[0]
     assert third[1] == second[1]
+
+
+def test_a_run_with_a_record_needs_no_folder_and_is_trained_again_only_for_another_measurement(
+    tmp_path, in_process, caplog
+):
+    trained, _ = in_process
+    config = small(tmp_path, seeds=[1, 2])
+    run_study(config)
+    out = tmp_path / "out"
+    before = json.loads((out / "study.json").read_text())
+    shutil.rmtree(out / "runs")
+    trained.clear()
+    said = run_study(config)
+    after = json.loads((out / "study.json").read_text())
+    assert not trained
+    assert "missing" not in said
+    assert {**after, "seconds": 0} == {**before, "seconds": 0}
+    assert len(list((out / "maps").iterdir())) == 2, "one picture an encoding, of the first seed"
+    assert missing_commands(config) == []
+    assert re.search("alibi-1 +measured +3 of 3", watch_study(config))
+    assert len(missing_commands(small(tmp_path, seeds=[1, 2], steps=4))) == 4
+    with caplog.at_level("INFO"):
+        run_study(small(tmp_path, seeds=[1, 2], lengths=[16, 32], encodings=["alibi"]))
+    assert trained == ["alibi-1", "alibi-2"]
+    assert "alibi-1 is trained again: its record differs in measure" in caplog.text
 
 
 def test_a_picture_that_fails_is_named_and_drops_no_score(tmp_path, in_process, monkeypatch):

@@ -337,7 +337,7 @@ def study(plan: bool, watch: bool, **options: Any) -> str:
 
         return watch_study(config)
     if plan:
-        from lengthwise.study.runs import missing_commands
+        from lengthwise.study.watch import missing_commands
 
         return "\n".join(missing_commands(config))
     from lengthwise.study.execute import run_study

@@ -1,5 +1,6 @@
 """Files: where the cache is, how one is written whole or not at all, its hash, whether another machine's is here, and
-whether a name can only be that of one that is missing; and what this machine's processor is.
+whether a name can only be that of one that is missing; and where numbers come from: this machine's processor, and the
+commit of these sources.
 
 Folders that are whole or not there are in runs.py.
 """
@@ -10,6 +11,7 @@ import json
 import math
 import os
 import platform
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -105,3 +107,19 @@ def processor_name() -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def source_commit() -> str | None:
+    """The commit of these sources, with a + where they have changed since; None where they are no checkout of git."""
+    if not _git("ls-files", "--", Path(__file__).name):
+        return None
+    return f"{_git('rev-parse', '--short', 'HEAD')}{'+' * bool(_git('status', '--porcelain', '--', '*.py', '*.cpp'))}"
+
+
+def _git(*words: str) -> str:
+    """What git prints about the folder of these sources; nothing where it cannot."""
+    try:
+        done = subprocess.run(["git", *words], capture_output=True, text=True, cwd=Path(__file__).parent, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return done.stdout.strip()

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from lengthwise.files import appears
 from lengthwise.study.config import StudyConfig
-from lengthwise.study.results import TrainingOutcome
+from lengthwise.study.record import TrainingOutcome
 from lengthwise.study.runs import StudyRun
 
 log = logging.getLogger(__name__)

@@ -2,9 +2,9 @@
 
 out/runs/           the runs, each as `lengthwise train` leaves it
 out/training/       log, time and memory of each run that this study trained itself
-out/scores/         the measurement of each run, with the key of what was measured
+out/records/        what the report has of each run: its scores and losses; a run with a record needs no folder
 out/retrieval/      with --retrieval: how each run finds documents, once more trained for that
-out/maps/           the position maps of each encoding's final layer
+out/maps/           the position maps of each encoding's final layer, with the first seed
 out/tuning.json     with --tune: every try of every encoding's learning rates, and which were chosen
 out/report.html     the report; report.md the same without pictures, study.json the values
 out/rise.png        its figures: the rise, the values by length (lengths.png), the losses (losses.png)
@@ -28,13 +28,12 @@ from lengthwise.data.sources import resolve
 from lengthwise.data.storage import open_storage
 from lengthwise.encodings import PositionError
 from lengthwise.encodings.registry import find
-from lengthwise.evaluate import LengthTable, Score
+from lengthwise.evaluate import LengthTable
 from lengthwise.evaluate.config import ResolvedEvalConfig
 from lengthwise.evaluate.corpus import Corpus
 from lengthwise.evaluate.retrieval import EncodedSets, load_for_retrieval, pooling_of, score_bm25, score_retrieval
 from lengthwise.evaluate.retrieval_table import RetrievalScore, as_scores
 from lengthwise.evaluate.run import Corpora, Measurement, load_for_evaluation
-from lengthwise.evaluate.tasks import TaskScore
 from lengthwise.files import file_hash, write_atomic
 from lengthwise.inspect import position_maps
 from lengthwise.inspect.skipping import skipped_shares
@@ -43,13 +42,14 @@ from lengthwise.model.stretch.spec import parse_stretch
 from lengthwise.study.config import StudyConfig
 from lengthwise.study.engine import TRAINED_ELSEWHERE, StudyProgress, train_runs
 from lengthwise.study.engines import make_engine
+from lengthwise.study.record import RunRecord, TrainingOutcome, TrainingSummary, differences, record_path, training_key
 from lengthwise.study.report import check_paper, write_report
-from lengthwise.study.results import StudyResults, TrainingOutcome
+from lengthwise.study.results import StudyResults, origin
 from lengthwise.study.runs import StudyRun, contrastive_runs, study_runs
 from lengthwise.study.tune import with_tuned_rates
 from lengthwise.study.upload import upload_run
 from lengthwise.tasks import find_task
-from lengthwise.train.setup import dry_run
+from lengthwise.train.setup import dry_run, read_tokenizer
 from lengthwise.views.style import save_picture
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,12 @@ def run_study(config: StudyConfig) -> str:
     before = stored_seconds(out)
     evaluator = RunEvaluator(evaluation, out, config.training.device)
     with StudyProgress([*runs, *later], measured_tokens=evaluation.windows * sum(evaluation.lengths)) as progress:
-        waiting = [run for run in (*runs, *later) if not run.is_finished]
+        # A contrastive run starts from the weights of a masked one, so that a record of that is not enough.
+        recorded = set() if later else {run.name for run in runs if evaluator.record(run) is not None}
+        waiting = [run for run in (*runs, *later) if not run.is_finished and run.name not in recorded]
+        for run in waiting if config.train else ():
+            if differing := evaluator.record_differences(run):
+                log.info("%s is trained again: its record differs in %s", run.name, ", ".join(differing))
         if config.train:
 
             def report_so_far(run: StudyRun) -> None:
@@ -118,30 +123,25 @@ def results(
 ) -> StudyResults:
     """Measure and draw the runs that are finished, each once, copy them away, and write the report of them."""
     out = Path(config.out)
-    scores: list[Score] = []
-    rows: dict[str, str] = {}
-    tasks: list[TaskScore] = []
+    records: dict[str, RunRecord] = {}
     undrawn: dict[str, str] = {}
-    skipped: dict[str, dict[int, float]] = {}
     retrieval: list[RetrievalScore] = []
     missing = dict(missing)
     for run in runs:
         if run.is_finished:
             progress.start(f"measuring {run.name}")
             try:
-                run_scores, run_tasks, skipped[run.name] = evaluator.measure(run)
+                records[run.name] = evaluator.measure(run)
             except MEASURE_ERRORS as error:
                 log.warning("%s could not be measured: %s", run.name, error)
                 missing[run.name] = f"could not be measured: {error}"
             else:
-                scores += run_scores
-                # Seeds share the row of their encoding; a stretched model, "+yarn:8", has its own.
-                rows |= {score.name: run.encoding + score.name.removeprefix(run.name) for score in run_scores}
-                tasks += run_tasks
-                undrawn |= evaluator.draw(run)
+                undrawn |= evaluator.draw(run) if run.seed == config.seeds[0] else {}
             if config.upload is not None and run.run is not None:
                 log.info("%s is at %s", run.name, upload_run(run.run, config.upload))
-            progress.measuring_done(run)
+        elif (record := evaluator.record(run)) is not None:
+            records[run.name] = record
+        progress.measuring_done(run)
     for run in (run for run in later if run.is_finished):
         progress.start(f"retrieving with {run.name}")
         try:
@@ -151,9 +151,32 @@ def results(
             log.warning("%s could not be measured: %s", run.name, error)
             missing[run.name] = f"could not be measured: {error}"
         progress.measuring_done(run)
-    table = LengthTable(scores, rows=rows) if scores else None
-    outcomes = {run.name: outcome for run in (*runs, *later) if (outcome := read_outcome(out, run)) is not None}
-    every = StudyResults(config, runs, table, tasks, outcomes, missing, undrawn, seconds, later, retrieval, skipped)
+    scores = [score for record in records.values() for score in record.scores]
+    # Seeds share the row of their encoding; a stretched model, "+yarn:8", has its own.
+    rows = {
+        score.name: run.encoding + score.name.removeprefix(run.name)
+        for run in runs
+        if run.name in records
+        for score in records[run.name].scores
+    }
+    trained = {run.name: TrainingSummary.of(run.run.metrics) for run in (*runs, *later) if run.run is not None}
+    trained |= {name: record.training for name, record in records.items()}
+    outcomes = {run.name: read_outcome(out, run) for run in (*runs, *later)}
+    outcomes |= {name: record.outcome for name, record in records.items()}
+    every = StudyResults(
+        config=config,
+        runs=runs,
+        table=LengthTable(scores, rows=rows) if scores else None,
+        tasks=[score for record in records.values() for score in record.tasks],
+        outcomes={name: outcome for name, outcome in outcomes.items() if outcome is not None},
+        missing=missing,
+        undrawn=undrawn,
+        seconds=seconds,
+        later=later,
+        retrieval=retrieval,
+        skipped={name: record.skipped for name, record in records.items()},
+        trained={name: summary for name, summary in trained.items() if summary is not None},
+    )
     write_report(every, out)
     return every
 
@@ -184,22 +207,40 @@ class RunEvaluator:
         self._loaded: tuple[str, LoadedModel] | None = None
         self.retrieval_sets = EncodedSets(config.retrieval_set)
 
-    def measure(self, run: StudyRun) -> tuple[list[Score], list[TaskScore], dict[int, float]]:
+    def record(self, run: StudyRun) -> RunRecord | None:
+        """What was measured of a run, if it is of these weights, this training, this text and this version.
+
+        Where the weights are not here, as on another machine than the one that trained them, the rest decides.
+        """
+        path = record_path(self.out, run)
+        record = RunRecord.read(path, self.key(run)) if path.exists() else None
+        return None if record is None or (run.is_finished and record.weights != self.weights(run)) else record
+
+    def record_differences(self, run: StudyRun) -> list[str]:
+        """In what the record of a run, if there is one, is of something else."""
+        path = record_path(self.out, run)
+        return differences(path, self.key(run)) if path.exists() else []
+
+    def measure(self, run: StudyRun) -> RunRecord:
         """The scores of a finished run, and how much of attention's work is skipped by length."""
-
-        def compute() -> dict[str, Any]:
-            specs = [parse_stretch(spec) for spec in self.config.stretch]
-            scores, tasks = Measurement(self.load(run), self.config, self.corpora, specs).run(tasks=False)
-            self.picture(run).unlink(missing_ok=True)
-            return {
-                "scores": list(map(dataclasses.asdict, scores)),
-                "tasks": list(map(dataclasses.asdict, tasks)),
-                "skipped": self.skipped(run),
-            }
-
-        content = stored(self.out / "scores" / f"{run.name}.json", self.key(run), compute)
-        skipped = {int(length): share for length, share in content["skipped"].items()}
-        return [Score.from_json(s) for s in content["scores"]], [TaskScore(**s) for s in content["tasks"]], skipped
+        if (record := self.record(run)) is not None:
+            return record
+        specs = [parse_stretch(spec) for spec in self.config.stretch]
+        scores, tasks = Measurement(self.load(run), self.config, self.corpora, specs).run(tasks=False)
+        self.picture(run).unlink(missing_ok=True)
+        assert run.run is not None
+        training = TrainingSummary.of(run.run.metrics)
+        if training is None:
+            raise ValueError(f"a finished run must have metrics, got none in {run.run.folder}")
+        return RunRecord(
+            scores=scores,
+            tasks=tasks,
+            skipped=self.skipped(run),
+            training=training,
+            outcome=read_outcome(self.out, run),
+            weights=self.weights(run),
+            born=origin(run.command),
+        ).write(record_path(self.out, run), self.key(run))
 
     def skipped(self, run: StudyRun) -> dict[int, float]:
         """At the longest length that it takes: how much of attention's work is left out, a mean over layers."""
@@ -242,13 +283,12 @@ class RunEvaluator:
         return {"set": self.config.retrieval_set, "lengths": self.config.lengths, "version": __version__}
 
     def key(self, run: StudyRun) -> dict[str, Any]:
-        """What a measurement depends on: if any of it changes, the run is measured again."""
+        """What a measurement depends on beside the weights: if any of it changes, the run is measured again."""
         return {
+            "training": training_key(run),
             "measure": dataclasses.asdict(self.config),
-            "weights": self.weights(run),
             "text": self.corpus(run).sha256,
             "version": __version__,
-            "content": ["scores", "tasks", "skipped"],
         }
 
     def weights(self, run: StudyRun) -> list[str]:
@@ -283,7 +323,9 @@ class RunEvaluator:
         return self.corpora.read(self.tokenizer(run))
 
     def tokenizer(self, run: StudyRun) -> PreTrainedTokenizerBase:
-        """The run's own."""
+        """The run's own; that of its config where the run is not here."""
+        if not run.is_finished:
+            return read_tokenizer(run.resolved)
         tokenizer = load_tokenizer_of(self.final(run))
         if tokenizer is None:
             raise FileNotFoundError(f"{self.final(run)} must have the run's tokenizer, got none")

@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lengthwise.study.config import StudyConfig
 from lengthwise.study.engine import Engine, T, TrainingJob, train_to_end
-from lengthwise.study.results import TrainingOutcome
+from lengthwise.study.record import TrainingOutcome
 from lengthwise.study.runs import StudyRun
 
 PROBE_SECONDS = 600.0

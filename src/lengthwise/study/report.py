@@ -384,26 +384,23 @@ def paper_rows(name: str | None, table: LengthTable) -> Rows:
 
 def loss_curves(results: StudyResults) -> list[Picture]:
     """The training loss of each encoding, and of its contrastive training, with the first seed."""
-    seeds = results.config.seeds
-    seed = f", seed {seeds[0]}" if len(seeds) > 1 else ""
-    stages = [("Training loss", "loss (nats per token)", "losses", results.runs)]
-    stages += [("Contrastive training loss", "loss (nats per query)", "contrastive", results.later)]
-    pictures = [_loss_curve(title, up, name, first_runs(results, runs), seed) for title, up, name, runs in stages]
+    pictures = [
+        _loss_curve(results, results.runs, "Training loss", "loss (nats per token)", "losses"),
+        _loss_curve(results, results.later, "Contrastive training loss", "loss (nats per query)", "contrastive"),
+    ]
     return [picture for picture in pictures if picture is not None]
 
 
-def _loss_curve(title: str, up: str, name: str, runs: Sequence[StudyRun], seed: str) -> Picture | None:
-    """A mean over a hundredth of the steps at a time."""
-    lines = []
-    for run in runs:
-        metrics = run.run.metrics if run.run is not None else []
-        size = max(1, len(metrics) // 100)
-        groups = [metrics[i : i + size] for i in range(0, len(metrics), size)]
-        if groups:
-            losses = [sum(line["loss"] for line in group) / len(group) for group in groups]
-            lines.append(Line(run.encoding, [group[-1]["step"] for group in groups], losses))
+def _loss_curve(results: StudyResults, runs: Sequence[StudyRun], title: str, up: str, name: str) -> Picture | None:
+    """A line a run that has begun."""
+    lines = [
+        Line(run.encoding, *map(list, zip(*results.trained[run.name].losses, strict=True)))
+        for run in first_runs(results, runs)
+        if run.name in results.trained
+    ]
     if not lines:
         return None
+    seed = f", seed {results.config.seeds[0]}" if len(results.config.seeds) > 1 else ""
     drawing = lines_figure(lines, title=title, across="step", up=up, log=False, lengths=False)
     return Picture(png(drawing), f"{title}, a mean over a hundredth of the steps at a time{seed}.", name)
 

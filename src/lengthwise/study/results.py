@@ -15,22 +15,13 @@ from lengthwise.evaluate import LengthTable
 from lengthwise.evaluate.retrieval_table import RetrievalScore, RetrievalTable
 from lengthwise.evaluate.statistics import Interval, Sums, t_interval
 from lengthwise.evaluate.tasks import TaskScore
-from lengthwise.files import processor_name
+from lengthwise.files import processor_name, source_commit
 from lengthwise.study.config import HYPOTHESIS_KINDS, StudyConfig
+from lengthwise.study.record import TrainingOutcome, TrainingSummary
 from lengthwise.study.runs import StudyRun
 
 UNDER_TRAINED = 1.25
 """An encoding this many times above the best at the training length has not learned enough to be judged beyond it."""
-
-
-@dataclass(frozen=True)
-class TrainingOutcome:
-    """How the training of a run ended: what it used, or why it failed."""
-
-    seconds: float
-    peak_bytes: int
-    threads: int
-    failure: str | None = None
 
 
 Verdict = Literal["held", "failed", "not decided", "not measured"]
@@ -89,6 +80,8 @@ class StudyResults:
     retrieval: list[RetrievalScore] = field(default_factory=list)
     skipped: dict[str, dict[int, float]] = field(default_factory=dict)
     """By run and length: the share of attention's work that it leaves out."""
+    trained: dict[str, TrainingSummary] = field(default_factory=dict)
+    """By run."""
 
     @property
     def retrieval_table(self) -> RetrievalTable | None:
@@ -184,16 +177,15 @@ class StudyResults:
         """A heading and a line per run: steps, threads, tokens a second, seconds, peak memory, work that is skipped."""
         rows = [["run", "steps", "threads", "tokens/s", "seconds", "peak memory", "skipped"]]
         for run in (*self.runs, *self.later):
-            metrics = run.run.metrics if run.run is not None else []
-            if not metrics:
+            trained, outcome = self.trained.get(run.name), self.outcomes.get(run.name)
+            if trained is None:
                 continue
-            last, outcome = metrics[-1], self.outcomes.get(run.name)
             peak = f"{outcome.peak_bytes / 2**20:,.0f} MiB" if outcome is not None else "not measured"
             threads = str(outcome.threads) if outcome is not None else "not measured"
-            speed = f"{last['tokens'] / last['seconds']:,.0f}" if last["seconds"] else "-"
+            speed = f"{trained.tokens / trained.seconds:,.0f}" if trained.seconds else "-"
             shares = self.skipped.get(run.name, {})
             skipped = ", ".join(f"{share:.0%} at {n:,}" for n, share in shares.items()) or "not measured"
-            rows.append([run.name, f"{last['step']:,}", threads, speed, f"{last['seconds']:,.0f}", peak, skipped])
+            rows.append([run.name, f"{trained.step:,}", threads, speed, f"{trained.seconds:,.0f}", peak, skipped])
         return rows
 
     def as_json(self) -> dict[str, Any]:
@@ -242,6 +234,7 @@ def origin(command: str) -> dict[str, Any]:
     """What a reader needs to measure the same again."""
     return {
         "command": command,
+        "commit": source_commit(),
         "date": datetime.now(UTC).date().isoformat(),
         "machine": f"{processor_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
         "versions": {

@@ -161,9 +161,3 @@ def contrastive_runs(config: StudyConfig, runs: list[StudyRun]) -> list[StudyRun
         training.resolved().check_one_batch(1)
         later.append(StudyRun(run.encoding, run.seed, training))
     return later
-
-
-def missing_commands(config: StudyConfig) -> list[str]:
-    """One command for each run that is missing, contrastive ones last; else any scheduler may run them in any order."""
-    runs = study_runs(config)
-    return [run.command for run in (*runs, *contrastive_runs(config, runs)) if not run.is_finished]

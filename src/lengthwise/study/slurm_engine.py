@@ -11,7 +11,7 @@ import submitit
 
 from lengthwise.study.config import StudyConfig
 from lengthwise.study.engine import Engine, T, TrainingJob, train_to_end
-from lengthwise.study.results import TrainingOutcome
+from lengthwise.study.record import TrainingOutcome
 from lengthwise.study.runs import StudyRun
 
 MINUTES = 24 * 60

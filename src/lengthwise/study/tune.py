@@ -19,7 +19,8 @@ from lengthwise.files import json_text, write_atomic
 from lengthwise.study.config import StudyConfig
 from lengthwise.study.engine import StudyProgress, train_runs
 from lengthwise.study.engines import make_engine
-from lengthwise.study.results import TrainingOutcome, origin
+from lengthwise.study.record import TrainingOutcome
+from lengthwise.study.results import origin
 from lengthwise.study.runs import StudyRun, run_name, training_of
 from lengthwise.train.config import TrainConfig, recipe_for
 from lengthwise.train.distributed import encoding_parameters

@@ -1,43 +1,55 @@
-"""How far the runs of a study are, read from its folder alone: from any machine that sees it, while others train."""
+"""How far the runs of a study are and which are missing, read from its folder alone: from any machine that sees it."""
 
 import sys
 import time
 
 from lengthwise.study.config import StudyConfig
-from lengthwise.study.runs import StudyRun, study_runs
+from lengthwise.study.record import is_recorded
+from lengthwise.study.runs import StudyRun, contrastive_runs, study_runs
 
 SECONDS = 2.0
 """Between two looks."""
 
 
+def missing_commands(config: StudyConfig) -> list[str]:
+    """One command for each run that is missing, contrastive ones last; else any scheduler may run them in any order."""
+    runs = study_runs(config)
+    later = contrastive_runs(config, runs)
+    # A contrastive run starts from the weights of a masked one, so that a record of that is not enough.
+    missing = [run for run in runs if not run.is_finished and (later or not is_recorded(config.out, run))]
+    return [run.command for run in (*missing, *(run for run in later if not run.is_finished))]
+
+
 def watch_study(config: StudyConfig) -> str:
     """A table that is written anew until every run has ended; without a terminal once."""
     runs = study_runs(config)
-    if not sys.stdout.isatty():
-        return status_table(runs)
-    while not all(run.is_finished for run in runs):
+    while sys.stdout.isatty() and not all(run.is_finished or is_recorded(config.out, run) for run in runs):
         # The cursor to the start, and all below it empty.
-        print(f"\x1b[H\x1b[J{status_table(runs)}", flush=True)
+        print(f"\x1b[H\x1b[J{status_table(runs, config.out)}", flush=True)
         time.sleep(SECONDS)
-    return status_table(runs)
+    return status_table(runs, config.out)
 
 
-def status_table(runs: list[StudyRun]) -> str:
+def status_table(runs: list[StudyRun], out: str) -> str:
     """A line per run: what it does, its steps, loss, held-out loss and speed."""
-    rows = [["run", "state", "steps", "loss", "held-out", "tokens/s"], *map(_status, runs)]
+    recorded = {run.name for run in runs if is_recorded(out, run)}
+    rows = [["run", "state", "steps", "loss", "held-out", "tokens/s"]]
+    rows += [_status(run, is_recorded=run.name in recorded) for run in runs]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    done = sum(run.is_finished for run in runs)
+    done = sum(run.is_finished or run.name in recorded for run in runs)
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([*lines, f"{done} of {len(runs)} runs are finished"])
 
 
-def _status(run: StudyRun) -> list[str]:
+def _status(run: StudyRun, *, is_recorded: bool) -> list[str]:
     metrics = run.run.metrics if run.run is not None else []
     steps = f"{run.steps_done:,} of {run.resolved.steps:,}"
     if run.is_finished:
         state = "finished"
     elif run.is_being_trained:
         state = "training"
+    elif is_recorded:
+        return [run.name, "measured", f"{run.resolved.steps:,} of {run.resolved.steps:,}", "", "", ""]
     else:
         state = "stopped" if metrics else "waiting"
     if not metrics:

@@ -29,12 +29,16 @@ MODELS: dict[str, type[LengthwisePreTrainedModel]] = {"causal": LengthwiseForCau
 """The model of each objective that predicts tokens."""
 
 
+def read_tokenizer(config: ResolvedTrainConfig) -> PreTrainedTokenizerFast:
+    """The tokenizer of a run, learned from its data if it must be."""
+    tokenizer = start_tokenizer(config) if config.goes_on else load_tokenizer(config.tokenizer, source=config.data)
+    return with_mask_token(tokenizer, config.tokenizer) if config.objective == "mlm" else tokenizer
+
+
 def read_data(config: ResolvedTrainConfig) -> tuple[PreTrainedTokenizerFast, Tokens, Tokens]:
     """The tokenizer, the tokens to train on and the held-out ones; processes of one machine wait for the first."""
     files: dict[str, Any] = {"verify": os.environ.get("LOCAL_RANK", "0") == "0", "store": config.token_store}
-    tokenizer = start_tokenizer(config) if config.goes_on else load_tokenizer(config.tokenizer, source=config.data)
-    if config.objective == "mlm":
-        tokenizer = with_mask_token(tokenizer, config.tokenizer)
+    tokenizer = read_tokenizer(config)
     splits: tuple[Split, Split] = ("fitting", "validation") if config.tuning else ("train", "held-out")
     if config.held_out is None:
         train, held_out = (prepare(config.data, tokenizer, split=split, **files) for split in splits)

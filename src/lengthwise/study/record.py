@@ -1,0 +1,119 @@
+"""What a report needs of one run, in one small file: with it the run's folder can go, or never was on this machine.
+
+A study takes a run as done when its record is of the same training, the same measurement, the same text and the same
+version; and of the same weights, where these are here.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from lengthwise.evaluate import Score
+from lengthwise.evaluate.tasks import TaskScore
+from lengthwise.files import write_atomic
+from lengthwise.study.runs import StudyRun
+from lengthwise.train.config import MAY_CHANGE
+
+RECORDS = "records"
+CURVE = 100
+"""Points of a loss curve."""
+
+
+@dataclass(frozen=True)
+class TrainingOutcome:
+    """How the training of a run ended: what it used, or why it failed."""
+
+    seconds: float
+    peak_bytes: int
+    threads: int
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class TrainingSummary:
+    """How far a run trained, and its losses: the last step and the mean of each hundredth of the steps."""
+
+    step: int
+    tokens: int
+    seconds: float
+    losses: list[tuple[int, float]]
+
+    @classmethod
+    def of(cls, metrics: Sequence[dict[str, Any]]) -> Self | None:
+        """Of the metrics of a run; None where it has none yet."""
+        if not metrics:
+            return None
+        size = max(1, len(metrics) // CURVE)
+        groups = [metrics[i : i + size] for i in range(0, len(metrics), size)]
+        losses = [(int(group[-1]["step"]), sum(line["loss"] for line in group) / len(group)) for group in groups]
+        last = metrics[-1]
+        return cls(int(last["step"]), int(last["tokens"]), float(last["seconds"]), losses)
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The measurement of a run, how it was trained, and where both come from."""
+
+    scores: list[Score]
+    tasks: list[TaskScore]
+    skipped: dict[int, float]
+    """By length: the share of attention's work that it leaves out."""
+    training: TrainingSummary
+    outcome: TrainingOutcome | None
+    """None for a run that no study trained."""
+    weights: list[str]
+    """Their checksums."""
+    born: dict[str, Any]
+
+    def write(self, path: Path, key: dict[str, Any]) -> Self:
+        """As one line of JSON, with the key of what was measured."""
+        write_atomic(path, json.dumps({"key": key} | asdict(self)) + "\n")
+        return self
+
+    @classmethod
+    def read(cls, path: Path, key: dict[str, Any]) -> Self | None:
+        """The record in a file; None where there is none with this key."""
+        content = _content(path)
+        if content.pop("key", None) != json.loads(json.dumps(key)):
+            return None
+        training, outcome = content["training"], content["outcome"]
+        return cls(
+            scores=list(map(Score.from_json, content["scores"])),
+            tasks=[TaskScore(**score) for score in content["tasks"]],
+            skipped={int(length): share for length, share in content["skipped"].items()},
+            training=TrainingSummary(**(training | {"losses": [(step, loss) for step, loss in training["losses"]]})),
+            outcome=None if outcome is None else TrainingOutcome(**outcome),
+            weights=content["weights"],
+            born=content["born"],
+        )
+
+
+def differences(path: Path, key: dict[str, Any]) -> list[str]:
+    """In which parts of its key the record in a file, if there is one, is another than this."""
+    stored, key = _content(path).get("key"), json.loads(json.dumps(key))
+    return [] if stored is None else [name for name in key if stored.get(name) != key[name]]
+
+
+def record_path(out: str | Path, run: StudyRun) -> Path:
+    """Where a study has the record of a run."""
+    return Path(out) / RECORDS / f"{run.name}.json"
+
+
+def training_key(run: StudyRun) -> dict[str, Any]:
+    """What a run's training depends on, as JSON has it; options that change no number but by rounding are not in it."""
+    stored = {name: value for name, value in run.resolved.stored().items() if name not in MAY_CHANGE}
+    key: dict[str, Any] = json.loads(json.dumps(stored))
+    return key
+
+
+def is_recorded(out: str | Path, run: StudyRun) -> bool:
+    """Whether a study has measured a run that was trained so, here or on another machine."""
+    content = _content(record_path(out, run))
+    return bool(content) and content["key"]["training"] == training_key(run)
+
+
+def _content(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return content
