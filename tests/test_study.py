@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import re
 import shlex
@@ -142,12 +143,18 @@ def test_seeds_stand_beside_each_other_and_hypotheses_are_judged_by_their_interv
         ("none", "failed"),
         ("fire", "not measured"),
     ]
-    rises = content["seed_rises"]["alibi"]
+    rises = content["rows"][0]["rise"]["seeds"]
     assert len(rises) == 2
     mean, half = sum(rises) / 2, 12.706 * abs(rises[0] - rises[1]) / 2
     assert content["hypotheses"][0]["interval"] == pytest.approx([mean - half, mean + half], rel=1e-3)
+    best, other = sorted(content["rows"], key=lambda row: row["values"]["32"])
+    assert best["above_best"] is None
+    mean = math.log(other["values"]["32"] / best["values"]["32"])
+    assert other["above_best"]["value"] == pytest.approx(mean, abs=1e-9)
+    assert other["above_best"]["interval"][0] < mean < other["above_best"]["interval"][1]
     titles = [section["title"] for section in content["sections"]]
     assert titles[:4] == ["Summary", "Rise on the same tokens", "Seeds", "Hypotheses"]
+    assert "Above the best at 32 tokens" in titles
     undecided = JudgedHypothesis("alibi", "at_most", 0.5, [0.4, 0.6], Interval(0.3, 0.7))
     assert undecided.verdict == "not decided"
     with pytest.raises(ValueError, match=r"must be one of 'at_most', .* and a number, got \['below'\]"):

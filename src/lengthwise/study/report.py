@@ -154,6 +154,10 @@ def report_sections(results: StudyResults, out: Path) -> list[Section]:
         ]
         if results.metric_name == "perplexity":
             sections.append(Section("Bits per byte by length", table=byte_rows(table)))
+        if rows := above_best_rows(results):
+            over = "seeds, by Student's t" if len(results.config.seeds) > 1 else "documents"
+            words = f"On the same tokens, with 95 % intervals over {over}; one that holds 0 tells nothing apart."
+            sections.append(Section(f"Above the best at {results.train_length:,} tokens", [words], rows))
         if rows := difference_rows(table):
             sections.append(Section("Paired differences on the same tokens", ["With 95 % intervals."], rows))
         if rows := paper_rows(results.config.paper, table):
@@ -323,6 +327,19 @@ def hypothesis_rows(results: StudyResults) -> Rows:
 
 def _percent(interval: Interval | None) -> str:
     return "-" if interval is None else f"{interval.low:+.1%} to {interval.high:+.1%}"
+
+
+def above_best_rows(results: StudyResults) -> Rows:
+    """How much more each costs than the best at the training length; nothing where there is no other."""
+    table = results.table
+    assert table is not None
+    measured = [(name, above) for name in table.names if (above := results.above_best(name)) is not None]
+    cells = [
+        [name, f"{value:+.3f}", f"{interval.low:+.3f} to {interval.high:+.3f}"]
+        for name, (value, interval) in sorted(measured, key=lambda item: item[1][0])
+    ]
+    unit = "nats" if table.metric == "perplexity" else "bits"
+    return [[f"{unit} above {results.best}", "mean", "95 % interval"], *cells] if cells else []
 
 
 def difference_rows(table: LengthTable) -> Rows:

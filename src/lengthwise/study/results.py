@@ -135,6 +135,39 @@ class StudyResults:
         except ValueError:  # other tokens at each length
             return None
 
+    @property
+    def best(self) -> str | None:
+        """The encoding with the lowest value at the training length; None where none was measured there."""
+        table, length = self.table, self.train_length
+        measured = [] if table is None else [name for name in table.names if table.seeds(name, length)]
+        return min(measured, key=lambda name: self.gap(name), default=None)
+
+    def above_best(self, name: str) -> tuple[float, Interval] | None:
+        """How much more an encoding costs than the best at the training length, on the same tokens.
+
+        In nats per token, or bits per byte; its interval is by Student's t over seeds that both have, or with one seed
+        over documents. None for the best itself, and where nothing is paired.
+        """
+        table, best, length = self.table, self.best, self.train_length
+        if table is None or best in (None, name) or not table.seeds(name, length):
+            return None
+        others = {self._seed(score.name): score for score in table.seeds(str(best), length)}
+        pairs = [(score, others.get(self._seed(score.name))) for score in table.seeds(name, length)]
+        differences = [
+            ratio(score.sums(table.metric)) - ratio(other.sums(table.metric))
+            for score, other in pairs
+            if other is not None and other.targets == score.targets
+        ]
+        if len(differences) > 1:
+            return sum(differences) / len(differences), t_interval(differences)
+        try:
+            return table.difference(name, str(best), length)
+        except ValueError:  # other tokens
+            return None
+
+    def _seed(self, name: str) -> int | None:
+        return next((run.seed for run in self.runs if run.name == name), None)
+
     def hypotheses(self) -> list[JudgedHypothesis]:
         """The study's hypotheses on the far length, judged."""
         judged = []
@@ -191,31 +224,14 @@ class StudyResults:
     def as_json(self) -> dict[str, Any]:
         """The values, for tables made elsewhere; the scores themselves are in the scores folder."""
         table = self.table
-        under_trained = self.under_trained()
-        rows: list[dict[str, Any]] = []
-        for name in table.names if table is not None else []:
-            assert table is not None
-            cells = {n: table.cell(name, n) for n in table.lengths}
-            rows.append(
-                {
-                    "encoding": name,
-                    "values": {n: None if c.refused else c.value for n, c in cells.items()},
-                    "intervals": {n: None if c.refused else list(c.interval) for n, c in cells.items()},
-                    "refused": {n: c.refused for n, c in cells.items() if c.refused},
-                    "under_trained": name in under_trained,
-                }
-            )
         settings = self.runs[0].resolved.stored()
         return {
             "metric": table.metric if table is not None else None,
             "notes": table.notes() if table is not None else [],
             "train_length": self.train_length,
-            "rows": rows,
+            "rows": [] if table is None else [self._row_json(table, name) for name in table.names],
             "speed": self.speed_rows(),
             "missing": self.missing,
-            "seed_rises": {name: self.seed_rises(name, self.far_length) for name in table.names}
-            if table is not None and self.far_length is not None
-            else {},
             "hypotheses": [judged.as_json() for judged in self.hypotheses()],
             "retrieval": [asdict(score) for score in self.retrieval],
             "settings": {name: value for name, value in settings.items() if name not in ("encoding", "seed")},
@@ -223,6 +239,22 @@ class StudyResults:
             "seconds": self.seconds,
             "born": origin("lengthwise study"),
         }
+
+    def _row_json(self, table: LengthTable, name: str) -> dict[str, Any]:
+        cells, far, above = {n: table.cell(name, n) for n in table.lengths}, self.far_length, self.above_best(name)
+        row: dict[str, Any] = {
+            "encoding": name,
+            "values": {n: None if c.refused else c.value for n, c in cells.items()},
+            "intervals": {n: None if c.refused else list(c.interval) for n, c in cells.items()},
+            "refused": {n: c.refused for n, c in cells.items() if c.refused},
+            "under_trained": name in self.under_trained(),
+            "above_best": None if above is None else {"value": above[0], "interval": list(above[1])},
+        }
+        if far is not None:
+            interval = self.rise_interval(name, far)
+            ends = None if interval is None else list(interval)
+            row["rise"] = {"length": far, "seeds": self.seed_rises(name, far), "interval": ends}
+        return row
 
 
 def ratio(sums: Sums) -> float:
