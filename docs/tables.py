@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import which_encoding
 from results import stored_results
 
 from lengthwise.encodings import ENCODINGS
@@ -197,6 +198,8 @@ if __name__ == "__main__":
     files = {what: ROOT / f"benchmarks/results/model-{what}.jsonl" for what in MODEL}
     if all(path.exists() for path in files.values()):
         text = filled(text, "model", model({what: rows_of(path) for what, path in files.items()}))
+    if studies := which_encoding.stored_studies():
+        (ROOT / "docs/which_encoding.md").write_text(which_encoding.page(studies))
     if (stored := stored_results(STUDY)) is not None:
         text = filled(text, "study", study(stored))
     README.write_text(text)

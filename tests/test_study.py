@@ -101,6 +101,35 @@ def test_results_are_stored_whole_and_of_this_version_alone(tmp_path, in_process
     assert results.stored_results("ravens") is None
 
 
+def test_the_page_on_which_encoding_to_use_says_only_what_the_intervals_of_all_texts_allow(monkeypatch):
+    def row(encoding, gap, rise, under_trained=False):
+        above = None if gap is None else {"value": sum(gap) / 2, "interval": gap}
+        far = {"length": 1024, "seeds": [] if rise is None else [sum(rise) / 2], "interval": rise}
+        return {"encoding": encoding, "above_best": above, "rise": far, "under_trained": under_trained}
+
+    def study(*rows):
+        return {"train_length": 128, "seeds": [1, 2, 3], "rows": list(rows)}
+
+    best = row("cable", None, [0.0, 0.02])
+    level, behind, broken = row("kerple", [-0.01, 0.02], [0.01, 0.029]), [0.01, 0.03], [0.3, 0.4]
+    ends, starved = row("learned", behind, None), row("none", [0.5, 0.6], [0.0, 0.01], under_trained=True)
+    studies = {
+        "full-stdlib": study(best, level, row("alibi", behind, [0, 0.01]), row("rope", behind, broken), ends, starved),
+        "full-wikipedia": study(
+            best, level, row("alibi", [-0.1, 0.1], [0, 0.04]), row("rope", behind, broken), ends, starved
+        ),
+    }
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "docs")
+    page = " ".join(importlib.import_module("which_encoding").page(studies).split())
+    assert "hold cable and kerple; of these, level with the best at the training length: cable and kerple." in page
+    assert "level with the best at 128 tokens: cable and kerple." in page
+    assert "**In between, or not decided**: alibi." in page
+    assert "is one for RoPE): rope." in page
+    assert "**No positions beyond the training length**: learned." in page
+    assert "in as many tries: none." in page
+    assert "| cable | best | best | +1.0% (+0.0% to +2.0%) | +1.0% (+0.0% to +2.0%) | holds |" in page
+
+
 def test_a_study_writes_one_report_that_opens_offline_and_never_repeats_what_is_done(tmp_path, in_process):
     trained, _ = in_process
     said = run_study(small(tmp_path))
