@@ -473,7 +473,7 @@ def test_every_table_of_the_paper_has_a_study():
     tables = paper_tables()["tables"]
     assert {path.stem for path in CONFIGS} == {
         *tables,
-        *("full-stdlib", "full-wikipedia", "figures", "figures-dapev2", "encoders", "mldr-en"),
+        *("full-stdlib", "full-wikipedia", "one-rate", "figures", "figures-dapev2", "encoders", "mldr-en"),
     }
     assert {yaml.safe_load(path.read_text()).get("paper") for path in CONFIGS} == {*tables, "mldr-en", None}
     assert tables["fineweb-edu-medium"]["cable"] == [17.00, 16.52, 15.97, 15.34, 15.41, 15.41]
@@ -484,6 +484,22 @@ def test_the_papers_figures_stand_beside_ours(tmp_path, in_process):
     run_study(small(tmp_path, encodings=["alibi"], paper="wikitext-103-tiny"))
     assert "24.09 / -" in (tmp_path / "out/report.html").read_text()
     assert paper_rows(None, None) == []
+
+
+def test_another_study_stands_beside_with_values_ranks_and_rises(tmp_path, in_process):
+    other = {"title": "One rate", "rows": [{"encoding": "none", "values": {"32": 9.0, "64": 18.0}}]}
+    other["rows"] += [{"encoding": name, "values": {"32": 7.0, "64": None}} for name in ("alibi", "rope")]
+    (tmp_path / "study.json").write_text(json.dumps(other))
+    run_study(small(tmp_path, encodings=["none", "alibi"], beside=str(tmp_path)))
+    study = json.loads((tmp_path / "out/study.json").read_text())
+    (section,) = (section for section in study["sections"] if section["title"] == "Beside another study")
+    assert "There: One rate." in section["paragraphs"][0]
+    head, none, alibi = section["table"]
+    assert head == ["here / there", "perplexity at 32", "rank", "rise at 64"]
+    assert [none[1].split(" / ")[1], none[2][-1], none[3].split(" / ")[1]] == ["9.00", "2", "+100.0%"]
+    assert [alibi[1].split(" / ")[1], alibi[2][-1], alibi[3].split(" / ")[1]] == ["7.00", "1", "-"]
+    with pytest.raises(FileNotFoundError, match=r"--beside must be the folder of a finished study, got .*nowhere"):
+        run_study(small(tmp_path, beside=str(tmp_path / "nowhere")))
 
 
 @pytest.mark.parametrize(

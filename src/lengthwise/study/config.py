@@ -73,6 +73,7 @@ class StudyConfig:
         {}, 'what is expected at eight times the length: {"cable": {"at_most": 0.01}, "rope": {"above": 0.2}}'
     )
     paper: str | None = option(None, "the paper's table to print beside, e.g. fineweb-edu-medium")
+    beside: str | None = option(None, "the folder of another study, whose values stand beside, e.g. of another recipe")
     tune: bool = option(
         False, "first choose the learning rates of each encoding by short trainings on a part of the training text"
     )

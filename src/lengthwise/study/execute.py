@@ -43,7 +43,7 @@ from lengthwise.study.config import StudyConfig
 from lengthwise.study.engine import TRAINED_ELSEWHERE, StudyProgress, train_runs
 from lengthwise.study.engines import make_engine
 from lengthwise.study.record import RunRecord, TrainingOutcome, TrainingSummary, differences, record_path, training_key
-from lengthwise.study.report import check_paper, write_report
+from lengthwise.study.report import check_paper, read_beside, write_report
 from lengthwise.study.results import StudyResults, origin
 from lengthwise.study.runs import StudyRun, contrastive_runs, study_runs
 from lengthwise.study.tune import with_tuned_rates
@@ -65,6 +65,7 @@ def run_study(config: StudyConfig) -> str:
     """Do it; the table, the runs that are missing, and the report's path."""
     began = time.monotonic()
     check_paper(config.paper)
+    read_beside(config.beside)
     for address, name in ((config.upload, "--upload"), (config.training.token_store, "--token-store")):
         if address is not None:
             open_storage(address, name)

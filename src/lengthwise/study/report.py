@@ -162,6 +162,10 @@ def report_sections(results: StudyResults, out: Path) -> list[Section]:
             sections.append(Section("Paired differences on the same tokens", ["With 95 % intervals."], rows))
         if rows := paper_rows(results.config.paper, table):
             sections.append(Section("Beside the paper", table=rows))
+    if (beside := read_beside(results.config.beside)) is not None:
+        rows = beside_rows(results, beside)
+        words = f"Here / there. There: {beside['title']}. Ranks are among the encodings that both have."
+        sections += [Section("Beside another study", [words], rows)] if len(rows) > 1 else []
     sections += retrieval_sections(results)
     if results.tasks:
         sections.append(Section("Tasks", ["Share of answers that are right as a whole."], task_rows(results.tasks)))
@@ -396,6 +400,39 @@ def paper_rows(name: str | None, table: LengthTable) -> Rows:
         paper = [f"{value:,.2f}" for value in values] + ["-"] * (len(lengths) - len(values))
         here = [str(table.cell(encoding, n)) if encoding in table.names else "-" for n in lengths]
         rows.append([encoding, *(f"{a} / {b}" for a, b in zip(paper, here, strict=True))])
+    return rows
+
+
+def read_beside(folder: str | None) -> dict[str, Any] | None:
+    """The values of another study; an error where its folder has none."""
+    if folder is None:
+        return None
+    path = Path(folder) / "study.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"--beside must be the folder of a finished study, got {folder}, without study.json")
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+def beside_rows(results: StudyResults, other: dict[str, Any]) -> Rows:
+    """Value and rank at the training length, and rise beyond it, here and in another study of the same length."""
+    table, length, far = results.table, results.train_length, results.far_length
+    if table is None:
+        return []
+    here = {name: {n: table.cell(name, n).value for n in table.lengths if table.seeds(name, n)} for name in table.names}
+    there = {row["encoding"]: {int(n): value for n, value in row["values"].items()} for row in other["rows"]}
+    names = [name for name in here if length in here[name] and there.get(name, {}).get(length) is not None]
+    orders = [sorted(names, key={name: study[name][length] for name in names}.__getitem__) for study in (here, there)]
+
+    def rise(values: dict[int, float]) -> str:
+        return "-" if far is None or values.get(far) is None else f"{values[far] / values[length] - 1:+.1%}"
+
+    rows = [["here / there", f"{results.metric_name} at {length:,}", "rank", f"rise at {far or 0:,}"]]
+    for name in names:
+        pair = here[name], there[name]
+        values = " / ".join(format_value(study[length]) for study in pair)
+        ranks = " / ".join(str(order.index(name) + 1) for order in orders)
+        rows.append([name, values, ranks, " / ".join(map(rise, pair))])
     return rows
 
 
