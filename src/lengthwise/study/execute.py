@@ -50,7 +50,7 @@ from lengthwise.study.tune import with_tuned_rates
 from lengthwise.study.upload import upload_run
 from lengthwise.tasks import find_task
 from lengthwise.train.setup import dry_run, read_tokenizer
-from lengthwise.views.style import save_picture
+from lengthwise.views.style import in_few_colours, png
 
 log = logging.getLogger(__name__)
 LENGTH_MULTIPLES = (1, 2, 4, 8, 16)
@@ -308,8 +308,7 @@ class RunEvaluator:
                 ids = torch.from_numpy(self.corpus(run).middle(length)[None]).to(model.device)
                 biased = find(model.config.schedule[-1].encoding).overrides("bias")
                 maps = position_maps(model, ids, layer=-1, quantity="bias" if biased else "scores")
-                self.picture(run).parent.mkdir(parents=True, exist_ok=True)
-                save_picture(maps.figure(), self.picture(run), force=True)
+                write_atomic(self.picture(run), in_few_colours(png(maps.figure())))
         except Exception as error:  # whatever it is, a picture is not worth a measurement
             log.warning("the heads of %s could not be drawn: %s", run.name, error)
             return {run.name: str(error)}
