@@ -16,6 +16,8 @@ from train_kit import Processes
 import lengthwise as lw
 from lengthwise.attention import checked_call
 from lengthwise.distributed import gather, ring, ring_attend, ring_loss, spread, take
+from lengthwise.distributed import layout as layout_module
+from lengthwise.distributed.collectives import Transfer
 from lengthwise.distributed.sharding import SEGMENT_TOKENS, cut, zigzag
 from lengthwise.encodings._table_cache import STEP, table_reach
 from lengthwise.encodings.registry import find
@@ -286,6 +288,56 @@ def grouped_heads():
 
 def test_heads_of_queries_may_share_keys_in_half_precision_too(in_ring):
     in_ring(2, grouped_heads)
+
+
+def batches_of(rank, size, length):
+    """What one of several processes sends and receives, forward and backward, in the order in which it asks for it."""
+    batches = []
+
+    def record(sent, to, received, source, **others):
+        batch = [("send", to, tuple(x.shape)) for x in sent]
+        batches.append(batch + [("receive", source, tuple(x.shape)) for x in received.values()])
+        return Transfer([], [], {name: x.zero_() for name, x in received.items()})
+
+    with (
+        mock.patch.object(dist, "is_initialized", return_value=True),
+        mock.patch.object(dist, "get_world_size", return_value=size),
+        mock.patch.object(dist, "get_rank", return_value=rank),
+        mock.patch.object(layout_module, "_check_alike"),
+        mock.patch.object(ring, "transfer", record),
+    ):
+        part = spread(lw.layout(length))
+        qkv = torch.randn(3, 1, 1, part.query_count, 2, generator=seeded()).requires_grad_()
+        lw.attend(*qkv, layout=part).sum().backward()
+    return batches
+
+
+def left_waiting(batches):
+    """By process the batches that never end, where each process works on one at a time and tags are not looked at."""
+    waiting = [[list(batch) for batch in own if batch] for own in batches]
+    has_moved = True
+    while has_moved:
+        has_moved = False
+        for process, own in enumerate(waiting):
+            for kind, to, shape in [operation for operation in (own[0] if own else ()) if operation[0] == "send"]:
+                others = [op for op in (waiting[to][0] if waiting[to] else ()) if op[:2] == ("receive", process)]
+                if others:
+                    assert others[0][2] == shape, "what is sent is not what the other process expects next"
+                    own[0].remove((kind, to, shape))
+                    waiting[to][0].remove(others[0])
+                    has_moved = True
+        for own in waiting:
+            if own and not own[0]:
+                own.pop(0)
+                has_moved = True
+    return waiting
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 100])
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+def test_no_process_waits_for_ever_where_exchanges_end_in_the_order_of_their_beginning(size, tokens):
+    with in_segments(tokens):
+        assert left_waiting([batches_of(rank, size, 12 * size + 1) for rank in range(size)]) == [[]] * size
 
 
 def sent_tokens(work):

@@ -13,6 +13,7 @@ processes give the same bits.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -228,13 +229,27 @@ class Exchange:
         self.names = call.of_keys
 
     def turns(self) -> list[Turn]:
-        """All exchanges, in an order in which nobody waits for what another process does later."""
+        """All exchanges, in an order in which nobody waits for what another process does later.
+
+        NCCL looks at no tags and ends what it began first. So a turn has the same place in the list of every process,
+        and one that has less to exchange than others has turns in which it does nothing.
+        """
         rank, size = self.sequence.rank, self.sequence.size
+        pairs = Counter(
+            (process, self.sequence.segments[number].owner)
+            for process, own in enumerate(self.plan.requests)
+            for number in own
+        )
+        longest: Counter[int] = Counter()
+        for (process, owner), count in pairs.items():
+            step = (process - owner) % size
+            longest[step] = max(longest[step], count)
         turns = []
         for step in range(1, size):
             to, source = (rank + step) % size, (rank - step) % size
-            pairs = zip_longest(self._requested(to, rank), self._requested(rank, source))
-            turns += [Turn(i, to, sent, source, received) for i, (sent, received) in enumerate(pairs)]
+            sent, received = self._requested(to, rank), self._requested(rank, source)
+            every = zip_longest(range(longest[step]), sent, received)
+            turns += [Turn(number, to, own, source, other) for number, own, other in every]
         return turns
 
     def arriving(self) -> Iterator[tuple[Turn, dict[str, Tensor]]]:
