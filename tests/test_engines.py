@@ -1,6 +1,7 @@
 """Engines of a study: the same folder and the same numbers wherever runs train; what is missing is found early."""
 
 import dataclasses
+import importlib
 import json
 import os
 import signal
@@ -8,17 +9,29 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from test_study import small
+from test_encoder_study import encoders, retrieval_folder
+from test_study import in_process, small  # noqa: F401, a fixture
 from train_kit import numbers
 
 from lengthwise.cli import main
 from lengthwise.data.storage import open_storage
 from lengthwise.runs import Run
-from lengthwise.study.engine import Engine, LocalPool, StudyProgress, answer_probe, check_shared, train_runs
+from lengthwise.study.engine import (
+    Engine,
+    LocalPool,
+    StudyProgress,
+    TrainingJob,
+    answer_probe,
+    check_shared,
+    train_runs,
+    train_to_end,
+)
 from lengthwise.study.engines import make_engine
 from lengthwise.study.execute import run_study
+from lengthwise.study.record import TrainingOutcome
 from lengthwise.study.runs import study_runs
 from lengthwise.study.upload import upload_run
 from lengthwise.study.watch import status_table
@@ -72,11 +85,133 @@ def test_a_missing_package_is_named_by_its_extra(tmp_path, monkeypatch, capsys, 
         ({"engine": "ray", "slurm": {"timeout_min": 5}}, "--slurm is for --engine slurm, got --engine ray"),
         ({"engine": "ray", "retries": -1}, "retries must be an int, 0 or more, got -1"),
         ({"engine": "ray", "cpus": 0}, "cpus must be a positive int, got 0"),
+        ({"engine": "slurm", "gpus": 0.5}, "--gpus must be a whole number with --engine slurm, got 0.5"),
     ],
 )
 def test_options_of_another_engine_are_refused(tmp_path, options, words):
     with pytest.raises(ValueError, match=words):
         small(tmp_path, **options)
+
+
+def test_slurm_is_not_replaced_by_this_machine_unless_that_is_asked_for(tmp_path, monkeypatch):
+    pytest.importorskip("submitit")
+    monkeypatch.setattr("lengthwise.study.engines.check_shared", lambda engine, out: None)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    config = small(tmp_path, engine="slurm", device="cpu", seeds=[1, 2, 3])
+    runs = study_runs(config)
+    with pytest.raises(OSError, match="must be started where Slurm is, got a machine without srun"):
+        make_engine(config, runs)
+    assert make_engine(dataclasses.replace(config, slurm={"cluster": "local"}), runs).jobs == 2, "not all six at once"
+
+
+def test_ray_without_an_address_joins_no_cluster_that_it_finds(tmp_path, monkeypatch):
+    ray = pytest.importorskip("ray")
+    engine_module, asked = importlib.import_module("lengthwise.study.ray_engine"), []
+    monkeypatch.setattr(ray, "init", lambda **options: asked.append(options["address"]))
+    for address in (None, "auto"):
+        engine_module.RayEngine(small(tmp_path, engine="ray", address=address), jobs=1)
+    assert asked == ["local", "auto"]
+
+
+class AtOnce(TrainingJob):
+    """A run that has ended as soon as it is started."""
+
+    def __init__(self, run):
+        self.run = run
+
+    def outcome(self):
+        return TrainingOutcome(1.0, 1, 1)
+
+    def stop(self):
+        raise AssertionError("nothing is to be stopped")
+
+
+class RefusesOne(Engine):
+    """A queue that does not take the first run."""
+
+    jobs = 1
+
+    def start(self, run, log):
+        if run.name == "alibi-1337":
+            raise RuntimeError("sbatch: error: socket timed out")
+        return AtOnce(run)
+
+
+def test_a_run_that_cannot_be_started_and_a_report_that_cannot_be_written_end_no_other_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("lengthwise.study.engine.POLL_SECONDS", 0.0)
+    runs, finished = study_runs(small(tmp_path, encodings=["alibi", "rope", "none"])), []
+
+    def report(run):
+        finished.append(run.name)
+        raise OSError("no space left")
+
+    with StudyProgress(runs) as progress:
+        ended = train_runs(runs, out=tmp_path, engine=RefusesOne(), progress=progress, finished=report)
+    assert ended["alibi-1337"].failure == "could not be started: sbatch: error: socket timed out"
+    assert [ended[name].failure for name in ("rope-1337", "none-1337")] == [None, None]
+    assert finished == ["rope-1337", "none-1337"]
+
+
+class Lost:
+    """A job of submitit whose machine was lost."""
+
+    def done(self):
+        return True
+
+    def result(self):
+        raise RuntimeError("node failure")
+
+
+def test_a_lost_job_that_cannot_be_queued_again_uses_up_a_retry(tmp_path):
+    pytest.importorskip("submitit")
+    slurm_engine = importlib.import_module("lengthwise.study.slurm_engine")
+    answers = [Lost(), RuntimeError("socket timed out"), Lost(), RuntimeError("socket timed out")]
+
+    def submit(task):
+        if isinstance(answer := answers.pop(0), Exception):
+            raise answer
+        return answer
+
+    engine = SimpleNamespace(retries=3, executor=SimpleNamespace(submit=submit))
+    (run,) = study_runs(small(tmp_path, encodings=["alibi"]))
+    job = slurm_engine.SlurmJob(run, engine, None)
+    assert [job.outcome() for _ in range(3)] == [None] * 3
+    assert job.outcome().failure == "its job was lost: node failure"
+    assert answers == []
+
+
+def test_a_cancelled_job_has_its_run_make_a_checkpoint_first(tmp_path, monkeypatch):
+    done = []
+
+    class Training:
+        """Its machine is taken away at the second look, and once more while the checkpoint is made."""
+
+        def __init__(self, *arguments, **options):
+            self.looks = 0
+
+        def outcome(self):
+            self.looks += 1
+            if self.looks == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return TrainingOutcome(1.0, 1, 1) if self.looks == 3 else None
+
+        def stop(self):
+            done.append("stop")
+
+        def wait(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+            done.append("checkpoint")
+
+    monkeypatch.setattr("lengthwise.study.engine.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("lengthwise.study.engine.TrainingProcess", Training)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)  # as submitit has it
+    try:
+        with pytest.raises(SystemExit):
+            train_to_end(None, tmp_path / "log", tmp_path, 1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert done == ["stop", "checkpoint"]
 
 
 def test_a_study_is_watched_from_its_folder_alone(tmp_path, capsys):
@@ -119,6 +254,44 @@ def test_a_finished_run_is_uploaded_whole_with_its_seal_last_and_once(tmp_path, 
     assert copied == []
     with pytest.raises(ValueError, match=r"--upload must be an address that fsspec knows, got 'moon://x'"):
         open_storage("moon://x", "--upload")
+
+
+def test_a_copy_that_is_replaced_is_not_whole_until_its_last_file(tmp_path, monkeypatch):
+    (plan,) = study_runs(small(tmp_path, encodings=["alibi"]))
+    train(plan.config)
+    target = f"file://{tmp_path}/bucket"
+    copy = Run(upload_run(Run(plan.config.out), target))
+    seal = copy.final / "seal.json"
+    seal.write_bytes(seal.read_bytes() + b" ")  # as of an earlier training
+    system, _ = open_storage(target, "--upload")
+
+    def lose_connection(self, a, b, **options):
+        raise OSError("connection lost")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(type(system), "put_file", lose_connection)
+        with pytest.raises(OSError, match="connection lost"):
+            upload_run(Run(plan.config.out), target)
+    assert not copy.is_finished
+    upload_run(Run(plan.config.out), target)
+    assert copy.is_finished
+
+
+def test_a_storage_that_fails_costs_neither_the_report_nor_other_copies(tmp_path, in_process, monkeypatch):  # noqa: F811
+    retrieval_folder(tmp_path / "set")
+
+    def upload(run, target):
+        copied.append(run.name)
+        if run.name == "alibi-1337":
+            raise ConnectionError("503 slow down")
+        return f"{target}/{run.name}"
+
+    copied = []
+    monkeypatch.setattr("lengthwise.study.execute.upload_run", upload)
+    text = run_study(encoders(tmp_path, encodings=["alibi"], upload=f"file://{tmp_path}/bucket"))
+    assert copied == ["alibi-1337", "alibi-1337-retrieval"]
+    assert "the copy of alibi-1337 is missing: 503 slow down" in text
+    assert "the copy of alibi-1337 is missing: 503 slow down" in (tmp_path / "out/report.md").read_text()
 
 
 def tiny_study(tmp_path, name, **changes):

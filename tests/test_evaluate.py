@@ -246,6 +246,22 @@ def test_memory_chooses_the_chunk_and_refuses_with_the_bytes(text, monkeypatch):
     assert "bytes, but needs" in scores[0].refused
 
 
+def test_what_several_processes_do_not_share_is_said(monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(memory_module, "sharing_processes", lambda: 4)
+    theirs = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=64))
+    for model, length in ((small(), 4000), (small(), 7), (theirs, 4000)):
+        fitting_chunk(model, length=length, scored=2, processes=memory_module.sharing(model, length))
+    need = bytes_needed(small(), length=50_000, scored=9, processes=4)
+    monkeypatch.setattr(memory_module, "total_bytes", lambda: 2 * need - 1)
+    fitting_chunk(small(), length=50_000, scored=9, processes=4)
+    assert [record.message for record in caplog.records if "processes" in record.message] == [
+        "each of 4 processes measures all of a window of 7: it has too few tokens for all",
+        "each of 4 processes measures all of a window of 4,000: the model is not one of Lengthwise",
+        "each of 4 processes measures all of a window of 50,000: only its chunks fit in memory, which are not shared",
+    ]
+
+
 def test_a_length_beyond_a_learned_table_is_a_cell_that_says_so_and_the_table_goes_on(text):
     torch.manual_seed(0)
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=257, n_positions=23, n_embd=24, n_layer=1, n_head=3))

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import itertools
 import math
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from train_kit import Processes
 import lengthwise as lw
 from lengthwise.attention import checked_call
 from lengthwise.distributed import gather, ring, ring_attend, ring_loss, spread, take
+from lengthwise.distributed import layout as layout_module
+from lengthwise.distributed.collectives import Transfer
 from lengthwise.distributed.sharding import SEGMENT_TOKENS, cut, zigzag
 from lengthwise.encodings._table_cache import STEP, table_reach
 from lengthwise.encodings.registry import find
@@ -288,6 +291,56 @@ def test_heads_of_queries_may_share_keys_in_half_precision_too(in_ring):
     in_ring(2, grouped_heads)
 
 
+def batches_of(rank, size, length):
+    """What one of several processes sends and receives, forward and backward, in the order in which it asks for it."""
+    batches = []
+
+    def record(sent, to, received, source, **others):
+        batch = [("send", to, tuple(x.shape)) for x in sent]
+        batches.append(batch + [("receive", source, tuple(x.shape)) for x in received.values()])
+        return Transfer([], [], {name: x.zero_() for name, x in received.items()})
+
+    with (
+        mock.patch.object(dist, "is_initialized", return_value=True),
+        mock.patch.object(dist, "get_world_size", return_value=size),
+        mock.patch.object(dist, "get_rank", return_value=rank),
+        mock.patch.object(layout_module, "check_alike"),
+        mock.patch.object(ring, "transfer", record),
+    ):
+        part = spread(lw.layout(length))
+        qkv = torch.randn(3, 1, 1, part.query_count, 2, generator=seeded()).requires_grad_()
+        lw.attend(*qkv, layout=part).sum().backward()
+    return batches
+
+
+def left_waiting(batches):
+    """By process the batches that never end, where each process works on one at a time and tags are not looked at."""
+    waiting = [[list(batch) for batch in own if batch] for own in batches]
+    has_moved = True
+    while has_moved:
+        has_moved = False
+        for process, own in enumerate(waiting):
+            for kind, to, shape in [operation for operation in (own[0] if own else ()) if operation[0] == "send"]:
+                others = [op for op in (waiting[to][0] if waiting[to] else ()) if op[:2] == ("receive", process)]
+                if others:
+                    assert others[0][2] == shape, "what is sent is not what the other process expects next"
+                    own[0].remove((kind, to, shape))
+                    waiting[to][0].remove(others[0])
+                    has_moved = True
+        for own in waiting:
+            if own and not own[0]:
+                own.pop(0)
+                has_moved = True
+    return waiting
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 100])
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+def test_no_process_waits_for_ever_where_exchanges_end_in_the_order_of_their_beginning(size, tokens):
+    with in_segments(tokens):
+        assert left_waiting([batches_of(rank, size, 12 * size + 1) for rank in range(size)]) == [[]] * size
+
+
 def sent_tokens(work):
     """How many tokens' keys this process sends while some work is done."""
     sizes, transfer = [], dist.batch_isend_irecv
@@ -333,19 +386,104 @@ def test_a_window_and_a_steep_bias_leave_out_exchanges(in_ring):
     in_ring(4, count_exchanges)
 
 
+STEEP = torch.tensor([0.3, 0.9, 2.0])
+
+
+def steep_level(layout, slope):
+    position = layout.key[:, None].double()
+    return lw.LevelBias(position, position, slope.view(1, 3, 1))
+
+
+def steep_table(layout, slope):
+    return lw.DistanceBias(-slope[:, None] * torch.arange(layout.whole.key_count), layout.query, layout.key)
+
+
+def with_gradients(make, layout, qkv, d_out):
+    """Output, log-sum-exp, and the gradients of q, k, v and the slopes."""
+    sources = [*qkv.clone().requires_grad_(), STEEP.clone().requires_grad_()]
+    out, lse = lw.attend(*sources[:3], layout=layout, bias=make(layout, sources[3]), return_lse=True)
+    return [out.detach(), lse.detach(), *torch.autograd.grad((out * d_out).sum() + lse.sum(), sources)]
+
+
+def with_sent_tokens(work):
+    """How many tokens' keys are sent, and the results."""
+    results = []
+    return sent_tokens(lambda: results.extend(work())), results
+
+
 def skipped_and_not():
-    for name in ("alibi", "cable", "sandwich"):
-        subject = Subject(name, length=640, train_length=640, batch=1)
-        layer, x = subject.layer(), subject.tokens()
-        with torch.no_grad():
-            for parameter in layer.encoding.parameters():
-                parameter.mul_(4)
-        layout = lw.layout(640)
-        skipped = together(layer, x, layout)
+    qkv = torch.randn(3, 1, 3, 1600, 8, generator=seeded())
+    d_out = torch.randn(1, 3, 1600, 8, generator=seeded())
+    layout = lw.layout(1600)
+    part = spread(layout)
+    for make in (steep_level, steep_table):
+        own = functools.partial(with_gradients, make, part, take(qkv, part, 3), take(d_out, part, 2))
+        sent, skipped = with_sent_tokens(own)
         with lw.skipping(False):
-            whole = together(layer, x, layout)
-        for result, value in whole.items():
-            assert_near(skipped[result], value, f"{name}: {result}")
+            all_sent, unskipped = with_sent_tokens(own)
+        totals = torch.tensor([sent, all_sent])
+        dist.all_reduce(totals)
+        assert totals[0] < totals[1], f"{make.__name__}: nothing is skipped"
+        alone = with_gradients(make, layout, qkv, d_out)
+        for name, ours, theirs, whole in zip(("out", "lse", *"qkv", "slope"), skipped, unskipped, alone, strict=True):
+            assert_near(ours, theirs, f"{make.__name__}: {name}")
+            if name == "slope":
+                dist.all_reduce(ours)
+            assert_near(ours if name == "slope" else gather(ours, part, 2), whole, f"{make.__name__}: {name} of one")
+
+
+def not_finite_behind_what_is_skipped():
+    q, k, v = torch.randn(3, 1, 3, 1600, 8, generator=seeded())
+    layout = lw.layout(1600)
+    part = spread(layout)
+    for fault in (math.nan, math.inf):
+        v[0, 1, 3, 0] = fault
+        ours = lw.attend(*(take(x, part, 2) for x in (q, k, v)), layout=part, bias=steep_level(part, STEEP))
+        whole = lw.attend(q, k, v, layout=layout, bias=steep_level(layout, STEEP), backend="reference")
+        assert torch.equal(gather(ours, part, 2).isfinite(), whole.isfinite())
+        assert not whole[0, 1, -1].isfinite().all()
+
+
+def test_a_value_that_is_not_finite_is_not_hidden_by_a_weight_of_0(in_ring):
+    in_ring(2, not_finite_behind_what_is_skipped)
+
+
+def skipped_in_double_precision():
+    q, k, v = torch.randn(3, 1, 3, 1600, 8, generator=seeded()).double()
+    layout = lw.layout(1600)
+    part = spread(layout)
+    ours = lw.attend(*(take(x, part, 2) for x in (q, k, v)), layout=part, bias=steep_level(part, STEEP))
+    whole = lw.attend(q, k, v, layout=layout, bias=steep_level(layout, STEEP), backend="reference")
+    assert_near(gather(ours, part, 2), whole, "float64")
+
+
+def test_double_precision_is_bounded_by_its_own_smallest_number(in_ring):
+    in_ring(2, skipped_in_double_precision)
+
+
+def height_difference(rows, columns, query, key, height):
+    """A bias with a number of keys that is the same for all of them."""
+    return (query[:, rows, None] - key[:, None, columns])[:, None] * height[:, :, None, columns]
+
+
+def one_number_for_all_keys():
+    q, k, v = torch.randn(3, 1, 2, 40, 8, generator=seeded())
+    layout = lw.layout(40)
+    part = spread(layout)
+    results = []
+    for of, inputs in ((part, [take(x, part, 2) for x in (q, k, v)]), (layout, [q, k, v])):
+        height = torch.tensor([-0.3, 0.1]).view(1, 2, 1).requires_grad_()
+        bias = lw.FunctionBias(height_difference, (of.query.float(), of.key.float(), height), "qkk")
+        out = lw.attend(*inputs, layout=of, bias=bias)
+        results.append((out.detach(), *torch.autograd.grad(out.square().sum(), height)))
+    (ours, d_ours), (whole, d_whole) = results
+    dist.all_reduce(d_ours)
+    assert_near(gather(ours, part, 2), whole, "output")
+    assert_near(d_ours, d_whole, "gradient of the height")
+
+
+def test_a_number_that_all_keys_share_is_sent_as_one(in_ring):
+    in_ring(2, one_number_for_all_keys)
 
 
 def test_what_is_skipped_changes_nothing_forward_or_backward(in_ring):
@@ -444,21 +582,49 @@ def refuses(call, kind, *words):
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
+BAD_CALLS = [
+    ({"bias": torch.zeros(1, 1, 4, 4)}, TypeError, "got a Tensor; wrap it: DenseBias(tensor)"),
+    ({"logit_scale": torch.ones(2)}, ValueError, "logit_scale must be (batch or 1, head or 1, query or 1)"),
+    ({"sink": torch.ones(1, 1)}, ValueError, "sink must be (1,), one logit per head"),
+    ({"sink": 1.0}, TypeError, "sink must be a floating-point tensor, got 1.0"),
+    ({"window": [lw.Band(0, 3)]}, ValueError, "window must be a positive int, got a list"),
+    ({"scale": "x"}, TypeError, "scale must be a finite number, got 'x'"),
+    ({"softcap": -1.0}, TypeError, "softcap must be a finite number above 0, got -1.0"),
+]
+"""Of one head and this process's four tokens."""
+
+
 def refused():
     refuses(lambda: spread(lw.layout(3)), ValueError, "a sequence of 4 tokens or more", "got 3")
     refuses(lambda: spread(lw.layout(3, past=9)), ValueError, "one pass over all tokens, got 3 queries and 12 keys")
     masked = lw.TokenLayout.of(torch.arange(8), mask=torch.ones(1, 1, 8, 8, dtype=torch.bool))
     refuses(lambda: spread(masked), NotImplementedError, "explicit mask")
     refuses(lambda: spread(12), TypeError, "layout must be a TokenLayout, got 12")
-    unlike = lw.layout(8 + dist.get_rank())
+    rank = dist.get_rank()
+    unlike = lw.layout(8 + rank)
     refuses(lambda: spread(unlike), ValueError, "must spread the same layout, got length of 8, 9")
+    halves, mask = (torch.arange(8) < 4 + rank)[None].long(), (torch.arange(8) >= rank)[None]
+    for name, other in {
+        "positions": lw.TokenLayout.of(torch.arange(8) + rank),
+        "padding": lw.TokenLayout.of(torch.arange(8), key_mask=mask),
+        "documents": lw.TokenLayout.of(torch.arange(8), documents=halves),
+    }.items():
+        refuses(lambda other=other: spread(other), ValueError, f"got other {name} in process 1 than in process 0")
+    moved = lw.TokenLayout.of(torch.arange(8) + 1, torch.arange(8))
+    refuses(lambda: spread(moved), ValueError, "the same positions as queries and as keys, got others")
     part = spread(lw.layout(8))
+    refuses(lambda: take(torch.ones(1, 9), part), ValueError, "the whole sequence's 8 tokens along axis 1", "(1, 9)")
+    refuses(lambda: gather(torch.ones(1, 8), part), ValueError, "this process's 4 tokens along axis 1", "(1, 8)")
+    refuses(lambda: take(torch.ones(8), part), ValueError, "along axis 1", "(8,)")
     refuses(lambda: spread(part), ValueError, "spread already")
     q = torch.ones(1, 1, 4, 2)
     refuses(lambda: ring_attend(q, q, q, layout=lw.layout(4)), ValueError, "one of a single process")
     refuses(lambda: lw.explain(q, q, q, layout=part), ValueError, "not explained")
     whole = torch.ones(1, 1, 8, 2)
     refuses(lambda: lw.attend(whole, whole, whole, layout=part), ValueError, "this process's 4 tokens, got 8")
+    for options, kind, words in BAD_CALLS:
+        refuses(lambda options=options: lw.attend(q, q, q, layout=part, **options), kind, words)
+    refuses(lambda: lw.attend(q[0], q, q, layout=part), ValueError, "q must be (batch, head, position, dim)")
     dense = lw.DenseBias(torch.zeros(1, 1, 4, 4))
     refuses(lambda: lw.attend(q, q, q, layout=part, bias=dense), NotImplementedError, "DenseBias", "describe it")
     other = lw.make("alibi", heads=1, width=2).bias(q[0], lw.layout(8))
@@ -475,6 +641,10 @@ def refused():
     model = LengthwiseForCausalLM(config)
     refuses(lambda: ring_loss(model, torch.zeros(1, 8).long()), NotImplementedError, "'dapev2' replaces the scores")
     refuses(lambda: ring_loss(model, torch.zeros(1, 8).long(), reduction="mean"), ValueError, "'sum' or 'none'")
+    plain = LengthwiseForCausalLM(LengthwiseConfig.preset("nano", n_layer=1, n_head=2, n_embd=8, vocab_size=64))
+    ids, same = torch.arange(8)[None] + rank, torch.arange(8)[None]
+    refuses(lambda: ring_loss(plain, ids), ValueError, "have the same sequences, got other input_ids in process 1")
+    refuses(lambda: ring_loss(plain, same, ids), ValueError, "got other labels in process 1 than in process 0")
 
 
 def test_what_cannot_be_spread_is_refused(in_ring):

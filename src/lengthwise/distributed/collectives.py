@@ -49,6 +49,34 @@ def gather_all(x: Shaped[Tensor, "*shape"], group: ProcessGroup | None) -> Shape
     return torch.stack(parts)
 
 
+def check_alike(
+    wanted: str, sizes: Mapping[str, int], contents: Mapping[str, Tensor | None], group: ProcessGroup | None
+) -> None:
+    """An error in all processes unless all have the same: else they wait for each other for ever, or compute nonsense.
+
+    `wanted` is what all must do. Of integer tensors a checksum is compared.
+    """
+    device = next(x.device for x in contents.values() if x is not None)
+    checksums = [torch.tensor(0, device=device) if x is None else checksum(x) for x in contents.values()]
+    own = torch.stack([*(torch.tensor(size, device=device) for size in sizes.values()), *checksums])
+    every = gather_all(own, group).tolist()
+    for name, of_all in zip((*sizes, *contents), zip(*every, strict=True), strict=True):
+        others = [process for process, number in enumerate(of_all) if number != of_all[0]]
+        if others:
+            values = f"{name} of {', '.join(map(str, of_all))}"
+            got = values if name in sizes else f"other {name} in process {others[0]} than in process 0"
+            raise ValueError(f"all processes must {wanted}, got {got}")
+
+
+def checksum(x: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, ""]:
+    """An int64 that is the same for the same integers at the same places, and hardly ever for others."""
+    # The first binary places of the roots of 2, 3 and 5, made odd; products keep their last 64 bits. Without the shifts
+    # it would be a sum of products, in which differences at several places can cancel.
+    mixed = x.flatten().long() * 0xD413CCCFE779921 + torch.arange(x.numel(), device=x.device) * 0x176CF5D0B09954E7
+    mixed = (mixed ^ (mixed >> 31)) * 0x78DDE6E5FD29F05
+    return (mixed ^ (mixed >> 29)).sum()
+
+
 @dataclass(frozen=True, eq=False)
 class Transfer:
     """Tensors on their way."""

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lengthwise.distributed.collectives import gather_all, gathered
+from lengthwise.distributed.collectives import check_alike, gathered
 from lengthwise.distributed.ring import ring_attend, shared_sequence
 from lengthwise.distributed.sequence import SharedSequence
 from lengthwise.distributed.sharding import SEGMENT_TOKENS, cut, owned, zigzag
@@ -60,7 +60,16 @@ def spread(layout: TokenLayout, group: ProcessGroup | None = None) -> TokenLayou
             f"{size} processes can share a sequence of {2 * size} tokens or more, two chunks each, got {length}; pad "
             "it, or use fewer processes"
         )
-    _check_alike(layout, group)
+    query, key = layout.query, layout.key
+    if query is not key and (query.shape[1:] != key.shape[1:] or not (query == key).all()):
+        raise ValueError("the tokens must have the same positions as queries and as keys, got others")
+    # Also the group's first exchange, in which NCCL wants all processes to take part.
+    check_alike(
+        "spread the same layout",
+        {"length": length, "batch": layout.batch, "causal": int(layout.causal)},
+        {"positions": layout.key, "padding": layout.key_mask, "documents": layout.key_documents},
+        group,
+    )
     query_index, key_index = layout.indices()
     # Counted once, over all tokens, where a token's number is not its slot.
     is_counted = layout.key_mask is not None or layout.key_documents is not None
@@ -72,7 +81,7 @@ def spread(layout: TokenLayout, group: ProcessGroup | None = None) -> TokenLayou
     def of_own(x: Tensor) -> Tensor:
         return x.index_select(1, slots)
 
-    key, index = of_own(layout.key), of_own(key_index)
+    positions, index = of_own(layout.key), of_own(key_index)
     mask = None if layout.key_mask is None else of_own(layout.key_mask)
     documents = None if layout.key_documents is None else of_own(layout.key_documents)
     ring = ProcessRing(
@@ -86,8 +95,8 @@ def spread(layout: TokenLayout, group: ProcessGroup | None = None) -> TokenLayou
         size=size,
     )
     return TokenLayout(
-        query=key,
-        key=key,
+        query=positions,
+        key=positions,
         query_mask=mask,
         key_mask=mask,
         query_documents=documents,
@@ -100,30 +109,25 @@ def spread(layout: TokenLayout, group: ProcessGroup | None = None) -> TokenLayou
     )
 
 
-def _check_alike(layout: TokenLayout, group: ProcessGroup | None) -> None:
-    """An error in all processes unless their layouts have the same sizes: else they would wait for each other for ever.
-
-    It is also the group's first exchange, in which NCCL wants all processes to take part.
-    """
-    parts = {"padding": layout.key_mask, "documents": layout.key_documents}
-    own = [layout.key_count, layout.batch, int(layout.causal), *(int(x is not None) for x in parts.values())]
-    every = gather_all(torch.tensor(own, device=layout.key.device), group).tolist()
-    for name, of_all in zip(("length", "batch", "causal", *parts), zip(*every, strict=True), strict=True):
-        if len(set(of_all)) > 1:
-            raise ValueError(f"all processes must spread the same layout, got {name} of {', '.join(map(str, of_all))}")
-
-
 def take(x: Tensor, layout: TokenLayout, dim: int = 1) -> Tensor:
     """This process's tokens of a tensor that has those of the whole sequence along `dim`."""
-    return x.index_select(dim, shared_sequence(layout).slots.to(x.device))
+    sequence = shared_sequence(layout)
+    _check_tokens(x, dim, sequence.whole.key_count, "the whole sequence's")
+    return x.index_select(dim, sequence.slots.to(x.device))
 
 
 def gather(x: Tensor, layout: TokenLayout, dim: int = 1) -> Tensor:
     """The whole sequence along `dim` from the parts of all processes, in each of them; with gradients."""
     sequence = shared_sequence(layout)
+    _check_tokens(x, dim, layout.key_count, "this process's")
     longest = max(chunk.count for chunk in sequence.chunks)
     parts = [x.narrow(dim, own.start, own.stop - own.start) for own, _ in sequence.pieces]
     padding = [0, 0] * (x.ndim - 1 - dim % x.ndim)
     padded = torch.stack([F.pad(part, (*padding, 0, longest - part.shape[dim])) for part in parts])
     every = sequence.in_order(gathered(padded, sequence.group))
     return torch.cat([part.narrow(dim, 0, c.count) for part, c in zip(every, sequence.chunks, strict=True)], dim)
+
+
+def _check_tokens(x: Tensor, dim: int, tokens: int, whose: str) -> None:
+    if not isinstance(x, Tensor) or not -x.ndim <= dim < x.ndim or x.shape[dim] != tokens:
+        raise ValueError(f"x must have {whose} {tokens} tokens along axis {dim}, got {describe(x)}")

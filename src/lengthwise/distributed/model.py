@@ -14,6 +14,7 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from lengthwise.distributed.collectives import check_alike
 from lengthwise.distributed.layout import gather, spread, take
 from lengthwise.encodings.registry import find
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
@@ -97,6 +98,8 @@ def ring_loss(
     count = following.shape[1]
     if count not in (input_ids.shape[1] - 1, input_ids.shape[1]):
         raise ValueError(f"labels must be {input_ids.shape[1]} tokens, or one more, got {count + 1}")
+    contents = {"input_ids": input_ids, "labels": following}
+    check_alike("have the same sequences", {"labels' length": count}, contents, group)
     following = F.pad(following, (0, input_ids.shape[1] - count), value=IGNORED)
     x = model.transformer(own, layout=part, use_cache=False).last_hidden_state
     losses = head_loss(x, model.lm_head.weight, take(following, part), reduction=reduction)

@@ -13,8 +13,9 @@ processes give the same bits.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -23,8 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lengthwise.attention import merge
-from lengthwise.attention.call import is_skipping
+from lengthwise.attention import checked_call, merge
 from lengthwise.bias import Axes, Bias, LevelBias, SumBias, at_least_float32
 from lengthwise.distributed.call import Block, RingCall
 from lengthwise.distributed.collectives import Transfer, gather_all, transfer
@@ -65,24 +65,33 @@ def ring_attend(
             f"ring attention cannot rescore, got {type(rescore).__name__}: it needs all keys of a row at once"
         )
     tokens = layout.query_count
-    if q.shape[2:3] != (tokens,) or k.shape[2:3] != (tokens,) or v.shape[2:3] != (tokens,):
-        raise ValueError(
-            f"q, k and v must have this process's {tokens} tokens, got {q.shape[2]}, {k.shape[2]} and {v.shape[2]}; "
-            "see take"
-        )
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if isinstance(x, Tensor) and x.ndim == 4 and x.shape[2] != tokens:
+            raise ValueError(f"{name} must have this process's {tokens} tokens, got {x.shape[2]}; see take")
+    checked = checked_call(
+        q,
+        k,
+        v,
+        layout=replace(layout, ring=None),
+        bias=bias,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        sink=sink,
+        return_lse=return_lse,
+    )
     parts: dict[str, tuple[Tensor, Axes]] = {
         "q": (q, {"head": 1, "query": 2}),
         "k": (k, {"head": 1, "key": 2}),
         "v": (v, {"head": 1, "key": 2}),
     }
-    if sink is not None and sink.ndim == 1:
-        sink = sink[None, :, None]
-    for name, x in (("logit_scale", logit_scale), ("sink", sink)):
-        if x is not None:
-            parts[name] = (x, {"head": 1, "query": 2})
+    for name, extra in (("logit_scale", logit_scale), ("sink", checked.sink)):
+        if extra is not None:
+            parts[name] = (extra, {"head": 1, "query": 2})
     positions: dict[str, str] = {}
     if bias is not None:
-        _check_bias(bias, tokens)
+        _check_bias(bias)
         axes = bias.axes()
         for name, x in bias.tensors().items():
             own = axes.get(name, {})
@@ -97,11 +106,11 @@ def ring_attend(
         bias=None if bias is None else bias.detached(),
         positions=positions,
         window=window,
-        scale=q.shape[3] ** -0.5 if scale is None else float(scale),
-        softcap=softcap,
+        scale=checked.scale,
+        softcap=checked.softcap,
         backend=backend,
-        heads_per_key=max(1, q.shape[1] // max(1, k.shape[1])),
-        skips=is_skipping(),
+        heads_per_key=checked.group,
+        skips=checked.skip,
     )
     out, lse = _RingAttention.apply(call, *(x for x, _ in parts.values()))
     return (out, lse) if return_lse else out
@@ -115,12 +124,8 @@ def shared_sequence(layout: TokenLayout) -> SharedSequence:
     return layout.ring
 
 
-def _check_bias(bias: Bias, tokens: int) -> None:
-    """An error for a bias that is not of this process's tokens, or that cannot be cut by queries and keys."""
-    if bias.shape[2:] != (tokens, tokens):
-        raise ValueError(
-            f"the bias must be of this process's {tokens} tokens, got {bias.shape}; make it of this layout"
-        )
+def _check_bias(bias: Bias) -> None:
+    """An error for a bias that cannot be cut by queries and keys."""
     terms = bias.terms if isinstance(bias, SumBias) else (bias,)
     if any(isinstance(term, LevelBias) and term.step is not None for term in terms):
         raise ValueError(
@@ -228,13 +233,27 @@ class Exchange:
         self.names = call.of_keys
 
     def turns(self) -> list[Turn]:
-        """All exchanges, in an order in which nobody waits for what another process does later."""
+        """All exchanges, in an order in which nobody waits for what another process does later.
+
+        NCCL looks at no tags and ends what it began first. So a turn has the same place in the list of every process,
+        and one that has less to exchange than others has turns in which it does nothing.
+        """
         rank, size = self.sequence.rank, self.sequence.size
+        pairs = Counter(
+            (process, self.sequence.segments[number].owner)
+            for process, own in enumerate(self.plan.requests)
+            for number in own
+        )
+        longest: Counter[int] = Counter()
+        for (process, owner), count in pairs.items():
+            step = (process - owner) % size
+            longest[step] = max(longest[step], count)
         turns = []
         for step in range(1, size):
             to, source = (rank + step) % size, (rank - step) % size
-            pairs = zip_longest(self._requested(to, rank), self._requested(rank, source))
-            turns += [Turn(i, to, sent, source, received) for i, (sent, received) in enumerate(pairs)]
+            sent, received = self._requested(to, rank), self._requested(rank, source)
+            every = zip_longest(range(longest[step]), sent, received)
+            turns += [Turn(number, to, own, source, other) for number, own, other in every]
         return turns
 
     def arriving(self) -> Iterator[tuple[Turn, dict[str, Tensor]]]:
@@ -296,7 +315,9 @@ class Exchange:
             return {}
         slots, shapes = self.plan.requests[by][number], {name: list(x.shape) for name, x in like.items()}
         for name, shape in shapes.items():
-            shape[self.call.axes[name]["key"]] = slots.stop - slots.start
+            axis = self.call.axes[name]["key"]
+            if shape[axis] > 1:  # one of 1 is for all keys, and is sent as it is
+                shape[axis] = slots.stop - slots.start
         return {name: x.new_empty(shapes[name]) for name, x in like.items()}
 
 

@@ -45,7 +45,8 @@ def gather_peaks(call: RingCall, named: Mapping[str, Tensor]) -> Peaks | None:
         peaks = None if bias is None else bias.key_peaks(width, count)
         if peaks is None:
             return None
-        lengths = at_least_float32(picked["k"]).norm(dim=-1)
+        # A weight of 0 hides no value that is not finite: NaN is kept like a key that is not.
+        lengths = at_least_float32(picked["k"]).norm(dim=-1).where(picked["v"].isfinite().all(-1), torch.nan)
         by_segment.append({"k": block_peaks(lengths, width, count).clamp(min=0), **peaks})
     every = {
         name: gather_all(torch.stack([peaks[name] for peaks in by_segment]), sequence.group) for name in by_segment[0]
@@ -129,6 +130,7 @@ def _with_weight(
     if "logit_scale" in picked:
         factor = at_least_float32(picked["logit_scale"])[..., None]
         upper = upper * factor.where(factor > 0, torch.nan)
-    smallest = math.log(torch.finfo(lse.dtype).smallest_normal * torch.finfo(lse.dtype).eps / 2)
+    # As a sum: half of the smallest float64 is 0 in Python's own numbers.
+    smallest = math.log(torch.finfo(lse.dtype).smallest_normal) + math.log(torch.finfo(lse.dtype).eps) - math.log(2)
     needed = ~(upper - lse < smallest - 1 - unit * (upper.abs() + lse.abs()))
     return needed.any(0).unflatten(0, (-1, call.heads_per_key)).any(1)

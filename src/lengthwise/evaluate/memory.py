@@ -1,5 +1,6 @@
 """What memory a pass over windows takes, and how it is divided: chunks through a cache, or a part for each process."""
 
+import logging
 import os
 import sys
 
@@ -13,6 +14,7 @@ from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.model.fit import Fit, fit_of
 from lengthwise.model.stretch import stretched
 
+log = logging.getLogger(__name__)
 BATCH_TOKENS = 8192
 """Tokens in a batch of windows, unless one window has more."""
 SMALLEST_CHUNK = 256
@@ -61,17 +63,26 @@ def fitting_chunk(model: PreTrainedModel, *, length: int, scored: int, processes
     budget = memory_of(model) // 2
     need = bytes_needed(model, length=length, scored=scored, processes=processes)
     if need <= budget:
+        if processes < sharing_processes():
+            is_own = isinstance(model, LengthwiseForCausalLM)
+            _log_whole(length, "it has too few tokens for all" if is_own else "the model is not one of Lengthwise")
         return None
     chunk = length
     while chunk > SMALLEST_CHUNK and not length_dependent(model):
         chunk = max(SMALLEST_CHUNK, chunk // 2)
         need = bytes_needed(model, length=length, scored=scored, chunk=chunk)
         if need <= budget:
+            if sharing_processes() > 1:
+                _log_whole(length, "only its chunks fit in memory, which are not shared")
             return chunk
     raise MemoryError(
         f"scoring at length {length:,} must fit in half of the memory, {budget:,} bytes, but needs {need:,}; leave out "
         "that length, or use a machine with more memory"
     )
+
+
+def _log_whole(length: int, reason: str) -> None:
+    log.info("each of %d processes measures all of a window of %s: %s", sharing_processes(), f"{length:,}", reason)
 
 
 def memory_of(model: PreTrainedModel) -> int:

@@ -97,6 +97,8 @@ class StudyConfig:
         check_int("retries", self.retries, least=0)
         if self.gpus is not None:
             check_number("gpus", self.gpus)
+            if self.engine == "slurm" and self.gpus != int(self.gpus):
+                raise ValueError(f"--gpus must be a whole number with --engine slurm, got {self.gpus}")
         used = {"address": self.address is not None, "slurm": bool(self.slurm)}
         owners = {"address": "ray", "slurm": "slurm"}
         for name, is_given in used.items():

@@ -95,7 +95,7 @@ def train_runs(
 
     Whatever ends one, the others continue; each has its memory for itself, and its output goes to a log file.
     A run that starts from another one begins when that has ended, and not if it failed.
-    `finished` is called with each that ended well, while others train.
+    `finished` is called with each that ended well, while others train; an error there is logged.
     """
     folder = out / "training"
     folder.mkdir(parents=True, exist_ok=True)
@@ -114,7 +114,11 @@ def train_runs(
                         ended[run.name] = TrainingOutcome(0.0, 0, 0, f"it starts from {start}, which failed")
                     else:
                         progress.start(f"training {run.name}")
-                        running.append(engine.start(run, folder / f"{run.name}.log"))
+                        try:
+                            running.append(engine.start(run, folder / f"{run.name}.log"))
+                        except Exception as error:  # a queue that refuses one run may take the next
+                            log.warning("%s could not be started: %s", run.name, error)
+                            ended[run.name] = TrainingOutcome(0.0, 0, 0, f"could not be started: {error}")
                 for child in list(running):
                     if (outcome := child.outcome()) is None:
                         progress.set_steps(child.run, child.run.steps_done)
@@ -125,13 +129,19 @@ def train_runs(
                     if outcome.failure is not None:
                         log.warning("%s failed: %s", child.run.name, outcome.failure)
                     elif finished is not None:
-                        finished(child.run)
+                        try:
+                            finished(child.run)
+                        except Exception as error:  # it is done again when all runs have ended
+                            log.warning("after %s no report could be written: %s", child.run.name, error)
                 if running:
                     time.sleep(POLL_SECONDS)
         finally:
             # Ctrl-C, SIGTERM, or an error here: the runs make their checkpoints and end; the next study continues.
             for child in running:
-                child.stop()
+                try:
+                    child.stop()
+                except Exception as error:  # the others must be stopped too
+                    log.warning("%s could not be stopped: %s", child.run.name, error)
             for child in running:
                 child.wait()
     return ended
@@ -186,8 +196,10 @@ def train_to_end(run: StudyRun, log: Path, folder: Path, threads: int) -> Traini
     with contextlib.chdir(folder):
         process = TrainingProcess(run, log, threads, bound=True)
         try:
-            while (outcome := process.outcome()) is None:
-                time.sleep(POLL_SECONDS)
+            # submitit ignores SIGTERM, by which Slurm says that a job was cancelled.
+            with _exit_on_signals():
+                while (outcome := process.outcome()) is None:
+                    time.sleep(POLL_SECONDS)
         except BaseException:
             # The engine takes the machine away: time for a checkpoint.
             process.stop()

@@ -19,7 +19,10 @@ def make_engine(config: StudyConfig, waiting: list[StudyRun]) -> Engine:
     else:
         from lengthwise.study.slurm_engine import SlurmEngine
 
-        engine = SlurmEngine(config, jobs=config.jobs or len(waiting))
+        # Any other cluster of submitit is this machine.
+        is_cluster = config.slurm.get("cluster", "slurm") == "slurm"
+        jobs = config.jobs or len(waiting) if is_cluster else parallel_jobs(config, waiting)
+        engine = SlurmEngine(config, jobs=jobs)
     try:
         check_shared(engine, Path(config.out))
     except BaseException:

@@ -138,8 +138,7 @@ def results(
                 missing[run.name] = f"could not be measured: {error}"
             else:
                 undrawn |= evaluator.draw(run) if run.seed == config.seeds[0] else {}
-            if config.upload is not None and run.run is not None:
-                log.info("%s is at %s", run.name, upload_run(run.run, config.upload))
+            missing |= upload(config, run)
         elif (record := evaluator.record(run)) is not None:
             records[run.name] = record
         progress.measuring_done(run)
@@ -151,6 +150,7 @@ def results(
         except MEASURE_ERRORS as error:
             log.warning("%s could not be measured: %s", run.name, error)
             missing[run.name] = f"could not be measured: {error}"
+        missing |= upload(config, run)
         progress.measuring_done(run)
     scores = [score for record in records.values() for score in record.scores]
     # Seeds share the row of their encoding; a stretched model, "+yarn:8", has its own.
@@ -180,6 +180,18 @@ def results(
     )
     write_report(every, out)
     return every
+
+
+def upload(config: StudyConfig, run: StudyRun) -> dict[str, str]:
+    """Copy a finished run to where the study wants it, if anywhere; the reason by what is missing if that fails."""
+    if config.upload is None or run.run is None:
+        return {}
+    try:
+        log.info("%s is at %s", run.name, upload_run(run.run, config.upload))
+    except Exception as error:  # whatever a storage raises: the next study copies it
+        log.warning("%s could not be uploaded: %s", run.name, error)
+        return {f"the copy of {run.name}": str(error)}
+    return {}
 
 
 def evaluation_of(config: StudyConfig, run: StudyRun) -> ResolvedEvalConfig:

@@ -27,11 +27,12 @@ class RayEngine(Engine):
         self.folder = Path.cwd()
         self.began = not ray.is_initialized()
         if self.began:
-            # A local cluster has room for as many runs as are wanted at a time, whatever the cores.
+            # A local cluster has room for as many runs as are wanted at a time, whatever the cores. It is asked for by
+            # name: without one Ray joins the cluster of RAY_ADDRESS, or the last that was started here.
             local: dict[str, Any] = {"include_dashboard": False} if config.address is None else {}
             if config.address is None and config.jobs is not None:
                 local["num_cpus"] = config.jobs * self.cpus
-            ray.init(address=config.address, log_to_driver=False, configure_logging=False, **local)
+            ray.init(address=config.address or "local", log_to_driver=False, configure_logging=False, **local)
         # A worker of its own for each run.
         self.task: Any = ray.remote(
             num_cpus=self.cpus, num_gpus=config.gpus or 0, max_retries=config.retries, max_calls=1

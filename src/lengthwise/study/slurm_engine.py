@@ -4,6 +4,8 @@ A job that is preempted, or whose time is up, is queued again and goes on from i
 machine was lost. `--slurm '{"cluster": "local"}'` runs jobs as processes of this machine, to try it.
 """
 
+import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from lengthwise.study.engine import Engine, T, TrainingJob, train_to_end
 from lengthwise.study.record import TrainingOutcome
 from lengthwise.study.runs import StudyRun
 
+log = logging.getLogger(__name__)
 MINUTES = 24 * 60
 """Of a job, unless --slurm says other `timeout_min`."""
 
@@ -40,7 +43,9 @@ class SlurmEngine(Engine):
         self.jobs, self.cpus, self.retries = jobs, config.cpus or 1, config.retries
         self.folder = Path.cwd()
         options = dict(config.slurm)
-        cluster = options.pop("cluster", None)
+        cluster = options.pop("cluster", "slurm")
+        if cluster == "slurm" and shutil.which("srun") is None:
+            raise OSError("--engine slurm must be started where Slurm is, got a machine without srun; or use local")
         self.executor = submitit.AutoExecutor(
             folder=Path(config.out).resolve() / "slurm", cluster=cluster, slurm_max_num_timeout=config.retries
         )
@@ -75,7 +80,10 @@ class SlurmJob(TrainingJob):
                 lines = str(error).strip().splitlines()
                 return TrainingOutcome(0.0, 0, 0, f"its job was lost: {lines[0] if lines else type(error).__name__}")
             self.left -= 1
-            self.job = self.engine.executor.submit(self.task)
+            try:
+                self.job = self.engine.executor.submit(self.task)
+            except Exception as refusal:  # asked again next time, as long as retries are left
+                log.warning("%s could not be queued again: %s", self.run.name, refusal)
             return None
         return outcome
 

@@ -13,9 +13,12 @@ def upload_run(run: Run, target: str) -> str:
     """Copy a finished run below `target`, unless it is there; its address."""
     system, root = open_storage(target, "--upload")
     address = f"{root}/{run.name}"
-    seal = run.final / SEAL
-    if system.exists(f"{address}/{FINAL}/{SEAL}") and system.cat_file(f"{address}/{FINAL}/{SEAL}") == seal.read_bytes():
-        return address
+    seal, remote_seal = run.final / SEAL, f"{address}/{FINAL}/{SEAL}"
+    if system.exists(remote_seal):
+        if system.cat_file(remote_seal) == seal.read_bytes():
+            return address
+        # That of an earlier training: while files of this one replace its own, the copy is not whole.
+        system.rm_file(remote_seal)
     files = [path for path in sorted(run.folder.rglob("*")) if path.is_file() and path.name != LOCK and path != seal]
     for path in [*(p for p in files if CHECKPOINTS not in p.relative_to(run.folder).parts), seal]:
         copy = f"{address}/{path.relative_to(run.folder).as_posix()}"
