@@ -76,6 +76,22 @@ def test_rank_metrics_are_those_of_a_hand():
     assert far == {"ndcg": [0.0], "recall": [0.0], "mrr": [0.0]}
 
 
+def test_of_equal_scores_the_relevant_document_comes_last():
+    equal = rank_metrics(np.zeros((2, 3)), [frozenset({0}), frozenset({2})])
+    assert equal["mrr"] == pytest.approx([1 / 3, 1 / 3])
+    far = rank_metrics(np.zeros((1, 20)), [frozenset({0})])
+    assert far == {"ndcg": [0.0], "recall": [0.0], "mrr": [0.0]}
+
+
+def test_a_model_whose_vectors_are_not_numbers_has_no_score():
+    broken = loaded("alibi")
+    with torch.no_grad():
+        broken.model.base_model.get_input_embeddings().weight[5:9] = math.nan
+    scores = score_retrieval(broken, EncodedSet(small_set(), mask_tokenizer()), [16, 64])
+    assert [score.refused for score in scores] == [f"vectors are not finite at {n} tokens" for n in (16, 64)]
+    assert RetrievalTable(scores).rows()[1] == ["alibi", "-", "-"]
+
+
 def test_bm25_is_its_formula():
     found = bm25(["red fox"], ["the red fox runs", "a red car", "nothing here"])
     sizes, rarity = np.array([4, 3, 2]), {1: math.log(1 + 2.5 / 1.5), 2: math.log(1 + 1.5 / 2.5)}

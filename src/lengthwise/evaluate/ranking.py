@@ -48,7 +48,10 @@ def _words(text: str) -> list[str]:
 
 
 def rank_metrics(scores: NDArray[np.float64], relevant: Sequence[frozenset[int]]) -> dict[RankMetric, list[float]]:
-    """nDCG, recall and the reciprocal rank of every query within the first ten; of equal scores the first counts.
+    """nDCG, recall and the reciprocal rank of every query within the first ten.
+
+    Among equal scores a relevant document comes last: a ranking that tells nothing apart gets nothing for it, whatever
+    the order of the documents.
 
     >>> rank_metrics(np.array([[0.1, 0.9, 0.5]]), [frozenset({2})])["mrr"]
     [0.5]
@@ -56,8 +59,9 @@ def rank_metrics(scores: NDArray[np.float64], relevant: Sequence[frozenset[int]]
     values: dict[RankMetric, list[float]] = {"ndcg": [], "recall": [], "mrr": []}
     gains = 1 / np.log2(np.arange(2, DEPTH + 2))
     for row, wanted in zip(scores, relevant, strict=True):
-        best = np.argsort(-row, kind="stable")[:DEPTH]
-        hits = np.array([int(document) in wanted for document in best], dtype=float)
+        hits = np.zeros(len(row))
+        hits[list(wanted)] = 1
+        hits = hits[np.lexsort((hits, -row))[:DEPTH]]
         values["ndcg"].append(float((hits * gains[: len(hits)]).sum() / gains[: len(wanted)].sum()))
         values["recall"].append(float(hits.sum() / len(wanted)))
         values["mrr"].append(float(1 / (1 + hits.argmax())) if hits.any() else 0.0)

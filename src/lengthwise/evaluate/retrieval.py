@@ -129,6 +129,9 @@ def score_retrieval(
             scores.append(_refused(loaded.name, length, texts.corpus, str(error)))
             continue
         cosines = (query_vectors @ vectors.T).double().cpu().numpy()
+        if not np.isfinite(cosines).all():
+            scores.append(_refused(loaded.name, length, texts.corpus, f"vectors are not finite at {length:,} tokens"))
+            continue
         scores.append(_scored(loaded.name, length, texts.corpus, cosines, time.perf_counter() - began))
     return scores
 
