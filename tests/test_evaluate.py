@@ -368,6 +368,8 @@ def test_seeds_share_a_row_and_its_figure_is_their_mean_loss(text):
     table = LengthTable(scores, rows={"alibi": "all", "kerple": "all", "none": "all"})
     assert table.names == ["all"]
     assert math.log(table.cell("all", 12).value) == pytest.approx(np.mean([score.loss for score in scores]))
+    assert any("resample documents and 3 seeds, which is narrower than Student's t" in line for line in table.notes())
+    assert not any("seeds" in line for line in LengthTable(scores).notes()), "one seed has an interval over documents"
 
 
 @pytest.mark.parametrize(

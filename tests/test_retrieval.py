@@ -30,6 +30,7 @@ from lengthwise.evaluate.masked import EVERY, masked_places, score_masked_length
 from lengthwise.evaluate.ranking import bm25, rank_metrics
 from lengthwise.evaluate.retrieval import pooling_of, score_bm25, score_retrieval, text_vectors
 from lengthwise.evaluate.retrieval_table import RetrievalScore, RetrievalTable
+from lengthwise.evaluate.statistics import bootstrap, t_interval
 from lengthwise.loading import LoadedModel
 from lengthwise.testing import assert_near
 
@@ -134,6 +135,35 @@ def test_queries_are_scored_at_every_length_and_an_encoding_that_ends_is_refused
     }
     again = [RetrievalScore(**score) for score in json.loads((tmp_path / "retrieval.json").read_text())]
     assert again == scores
+
+
+def seed_score(name: str, length: int, *ndcg: float) -> RetrievalScore:
+    groups = [str(i) for i in range(len(ndcg))]
+    return RetrievalScore(name, length, "set", 9, groups, list(ndcg), list(ndcg), list(ndcg))
+
+
+def test_intervals_of_several_seeds_are_by_student_s_t_over_them():
+    values = {"rope": [(0.5, 0.2), (0.6, 0.5), (0.7, 0.5)], "alibi": [(0.4, 0.4), (0.5, 0.4), (0.9, 0.6)]}
+    scores = [
+        seed_score(f"{name}-{seed}", length, value + 0.1, value - 0.1)
+        for name, seeds in values.items()
+        for seed, by_length in enumerate(seeds)
+        for length, value in zip((16, 128), by_length, strict=True)
+    ]
+    words = seed_score("BM25", 16, 0.5, 0.3)
+    table = RetrievalTable([*scores, words], rows={f"{n}-{s}": (n, s) for n in values for s in range(3)})
+    assert table.interval("rope", 16) == pytest.approx(t_interval([0.5, 0.6, 0.7]))
+    assert table.change("rope", 128, 16)[1] == pytest.approx(t_interval([-0.3, -0.1, -0.2]))
+    value, interval = table.difference("rope", "alibi", 16)
+    assert value == pytest.approx(0)
+    assert interval == pytest.approx(t_interval([0.1, 0.1, -0.2])), "seed by seed"
+    assert table.difference("rope", "BM25", 16)[1] == pytest.approx(t_interval([0.1, 0.2, 0.3]))
+    assert table.interval("BM25", 16) == bootstrap([words.sums()]), "one score has an interval over queries"
+    assert "by Student's t over seeds" in table.notes()[0]
+    assert "over groups of queries" in RetrievalTable([words]).notes()[0]
+    apart = RetrievalTable([scores[0], scores[-2]], rows={"rope-0": ("rope", 0), "alibi-2": ("alibi", 2)})
+    with pytest.raises(ValueError, match="a seed that both have, got none"):
+        apart.difference("rope", "alibi", 16)
 
 
 def test_vectors_do_not_depend_on_the_texts_beside_them():

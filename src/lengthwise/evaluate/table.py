@@ -132,6 +132,12 @@ class LengthTable:
         ]
         if self.metric == "bits_per_byte":
             notes.append("bits per byte only: the models have different tokenizers, and perplexity counts tokens")
+        most = max(len(self.seeds(name, length)) for name in self.names for length in self.lengths)
+        if most > 1:
+            notes.append(
+                f"the 95 % intervals of values resample documents and {most} seeds, which is narrower than Student's t "
+                "over the seeds"
+            )
         for name in self.names:
             for length in self.lengths:
                 if reason := self.cell(name, length).refused:
