@@ -241,6 +241,15 @@ def test_pairs_of_a_file_are_split_by_lines_and_bad_ones_are_named(tmp_path):
         training_pairs("fineweb-edu")
 
 
+def test_a_query_that_is_longer_than_the_encoder_is_cut_to_its_end(tmp_path):
+    start = {"objective": "mlm", "encoding": "learned", "steps": 1, "warmup": 0}
+    train(small_config(tmp_path, "start", **start))
+    config = contrastive_config(tmp_path, steps=1, warmup=0, checkpoint_every=1, evaluate_every=1)
+    rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(row | {"query": row["query"] * 9}) for row in rows))
+    assert train(config).is_finished
+
+
 def test_first_pooling_puts_a_token_before_every_text():
     tokenizer = with_start_token(load_tokenizer("bytes"))
     assert tokenizer("ab")["input_ids"] == [256, 97, 98]

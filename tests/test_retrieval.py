@@ -166,6 +166,23 @@ def test_intervals_of_several_seeds_are_by_student_s_t_over_them():
         apart.difference("rope", "alibi", 16)
 
 
+def test_queries_are_cut_alike_for_models_and_bm25_and_the_table_says_how_many():
+    late = " ".join(["w7"] * 70 + ["w91"])
+    documents = [Document("0", " ".join(["w91"] * 9)), Document("1", " ".join(["w8"] * 9))]
+    corpus = RetrievalSet("set", [late, "w8 w8"], documents, [frozenset({0}), frozenset({1})], ["a", "b"])
+    texts = EncodedSet(corpus, mask_tokenizer())
+    assert [len(query) for query in texts.queries()] == [64, 2]
+    words, short = score_bm25(texts, [16]), score_retrieval(loaded("learned", n_positions=16), texts, [16])
+    assert words[0].mrr == [0.5, 1.0], "w91 stands behind the cut"
+    assert short[0].refused is None, "a query ends where the model's positions do"
+    table = RetrievalTable([*words, *short, *score_retrieval(loaded("alibi"), texts, [16])])
+    assert table.notes()[1:] == [
+        "BM25, alibi: 1 of 2 queries cut to 64 tokens",
+        "learned: 1 of 2 queries cut to 16 tokens",
+    ]
+    assert RetrievalTable(words).notes()[1] == "1 of 2 queries cut to 64 tokens"
+
+
 def test_vectors_do_not_depend_on_the_texts_beside_them():
     one = loaded("cable")
     texts = [[5, 9, 14], [7] * 30, [8, 3, 9, 27, 44, 6, 13]]

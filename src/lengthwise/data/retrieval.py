@@ -74,13 +74,16 @@ class TextEncoder:
         self.tokenizer = tokenizer
         self.padding = int(tokenizer.pad_token_id or 0)
         self._before, self._after = surrounding_tokens(tokenizer)
-        self._around = len(self._before) + len(self._after)
+        self.around = len(self._before) + len(self._after)
         self._filler = np.array(encode(tokenizer, FILLER, add_special_tokens=False), dtype=np.int32)
 
-    def query(self, query: str) -> list[int]:
-        """At most QUERY_TOKENS tokens."""
-        body = encode(self.tokenizer, query, add_special_tokens=False)
-        return [*self._before, *body[: QUERY_TOKENS - self._around], *self._after]
+    def query(self, query: str, length: int = QUERY_TOKENS) -> list[int]:
+        """At most `length` tokens."""
+        return self.cut_query(encode(self.tokenizer, query, add_special_tokens=False), length)
+
+    def cut_query(self, body: list[int], length: int) -> list[int]:
+        """At most `length` tokens of a query's own and those around them."""
+        return [*self._before, *body[: max(0, length - self.around)], *self._after]
 
     def document(self, document: Document, length: int) -> NDArray[np.int32]:
         """At most `length` tokens; exactly as many where the document has a place."""
@@ -97,7 +100,7 @@ class TextEncoder:
 
     def cut(self, document: EncodedDocument, length: int) -> NDArray[np.int32]:
         """A window of a document: from its start, or around its place and grown with filler to the length."""
-        ids, length = document.ids, length - self._around
+        ids, length = document.ids, max(0, length - self.around)
         if document.place is None:
             return self._surrounded(ids[:length])
         first = max(0, min(document.place - length // 2, len(ids) - length))
@@ -110,7 +113,7 @@ class TextEncoder:
         return self._surrounded(window)
 
     def _surrounded(self, body: NDArray[np.int32]) -> NDArray[np.int32]:
-        if not self._around:
+        if not self.around:
             return body  # a view: most sets are cut without a copy
         before, after = (np.array(ids, dtype=np.int32) for ids in (self._before, self._after))
         return np.concatenate([before, body, after])
@@ -155,8 +158,17 @@ class EncodedSet:
 
     def __init__(self, corpus: RetrievalSet, tokenizer: PreTrainedTokenizerBase) -> None:
         self.corpus, self.encoder = corpus, TextEncoder(tokenizer)
-        self.queries = [self.encoder.query(query) for query in corpus.queries]
+        self._queries = [encode(tokenizer, query, add_special_tokens=False) for query in corpus.queries]
         self._documents = [self.encoder.encode(document) for document in corpus.documents]
+
+    def queries(self, length: int = QUERY_TOKENS) -> list[list[int]]:
+        """The tokens of every query, at most `length`."""
+        return [self.encoder.cut_query(query, length) for query in self._queries]
+
+    def notes(self, length: int = QUERY_TOKENS) -> list[str]:
+        """What a reader of a score must know of the queries."""
+        cut = sum(len(query) + self.encoder.around > length for query in self._queries)
+        return [f"{cut:,} of {len(self._queries):,} queries cut to {length} tokens"] if cut else []
 
     def documents(self, length: int) -> list[NDArray[np.int32]]:
         """The tokens of every document at a length; an error if none is left."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
-from lengthwise.data.retrieval import EncodedSet, RetrievalSet, padded, retrieval_set
+from lengthwise.data.retrieval import QUERY_TOKENS, EncodedSet, RetrievalSet, padded, retrieval_set
 from lengthwise.encodings import PositionError
 from lengthwise.evaluate.config import EvalConfig
 from lengthwise.evaluate.losses import checked_lengths
@@ -33,7 +33,7 @@ from lengthwise.evaluate.retrieval_table import BM25, RetrievalScore, RetrievalT
 from lengthwise.evaluate.run import split_names
 from lengthwise.loading import LoadedModel, LoadError, load_model, resolve_checkpoint, tokenizer_id
 from lengthwise.model.encoder import pool_tokens
-from lengthwise.model.families import check_length
+from lengthwise.model.families import check_length, max_length
 
 KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
 """Parts of a model of sentence-transformers that our vectors have too."""
@@ -114,8 +114,12 @@ def _sentence_file(source: str | Path, name: str) -> Any:
 def score_retrieval(
     loaded: LoadedModel, texts: EncodedSet, lengths: Sequence[int], *, pooling: str = "mean"
 ) -> list[RetrievalScore]:
-    """One score per length; for a length that the model cannot take the score has the reason."""
+    """One score per length; for a length that the model cannot take the score has the reason.
+
+    Queries are cut where the model's positions end, if that is before QUERY_TOKENS.
+    """
     model, padding, scores = loaded.model.eval(), texts.encoder.padding, []
+    query_length = min(QUERY_TOKENS, max_length(model) or QUERY_TOKENS)
     query_vectors: Tensor | None = None
     for length in checked_lengths(lengths):
         began = time.perf_counter()
@@ -123,7 +127,7 @@ def score_retrieval(
         try:
             check_length(model, length)
             if query_vectors is None:
-                query_vectors = text_vectors(model, texts.queries, padding=padding, pooling=pooling)
+                query_vectors = text_vectors(model, texts.queries(query_length), padding=padding, pooling=pooling)
             vectors = text_vectors(model, documents, padding=padding, pooling=pooling)
         except PositionError as error:
             scores.append(_refused(loaded.name, length, texts.corpus, str(error)))
@@ -132,18 +136,22 @@ def score_retrieval(
         if not np.isfinite(cosines).all():
             scores.append(_refused(loaded.name, length, texts.corpus, f"vectors are not finite at {length:,} tokens"))
             continue
-        scores.append(_scored(loaded.name, length, texts.corpus, cosines, time.perf_counter() - began))
+        notes = texts.notes(query_length)
+        scores.append(_scored(loaded.name, length, texts.corpus, cosines, notes, time.perf_counter() - began))
     return scores
 
 
 def score_bm25(texts: EncodedSet, lengths: Sequence[int]) -> list[RetrievalScore]:
-    """The same queries and documents, ranked by their words."""
-    corpus, tokenizer, scores = texts.corpus, texts.encoder.tokenizer, []
+    """The same queries and documents, cut as for the models, ranked by their words."""
+
+    def decoded(ids: list[int]) -> str:
+        return str(texts.encoder.tokenizer.decode(ids, skip_special_tokens=True))
+
+    queries, scores = [decoded(ids) for ids in texts.queries()], []
     for length in checked_lengths(lengths):
         began = time.perf_counter()
-        decoded = (str(tokenizer.decode(ids.tolist(), skip_special_tokens=True)) for ids in texts.documents(length))
-        ranked = bm25(corpus.queries, decoded)
-        scores.append(_scored(BM25, length, corpus, ranked, time.perf_counter() - began))
+        ranked = bm25(queries, (decoded(ids.tolist()) for ids in texts.documents(length)))
+        scores.append(_scored(BM25, length, texts.corpus, ranked, texts.notes(), time.perf_counter() - began))
     return scores
 
 
@@ -168,12 +176,12 @@ def text_vectors(
 
 
 def _scored(
-    name: str, length: int, corpus: RetrievalSet, scores: NDArray[np.float64], seconds: float
+    name: str, length: int, corpus: RetrievalSet, scores: NDArray[np.float64], notes: list[str], seconds: float
 ) -> RetrievalScore:
     ranks = rank_metrics(scores, corpus.relevant)
     ndcg, recall, mrr = ranks["ndcg"], ranks["recall"], ranks["mrr"]
     groups, documents = list(corpus.groups), len(corpus.documents)
-    return RetrievalScore(name, length, corpus.name, documents, groups, ndcg, recall, mrr, seconds)
+    return RetrievalScore(name, length, corpus.name, documents, groups, ndcg, recall, mrr, seconds, notes)
 
 
 def _refused(name: str, length: int, corpus: RetrievalSet, reason: str) -> RetrievalScore:

@@ -38,6 +38,8 @@ class RetrievalScore:
     recall: list[float] = field(default_factory=list)
     mrr: list[float] = field(default_factory=list)
     seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
+    """What a reader must know of the queries, such as how many were cut."""
     refused: str | None = None
     """Why there is no measurement, if there is none."""
 
@@ -162,6 +164,11 @@ class RetrievalTable:
             f"{first.set_name}: {len(first.ndcg):,} queries, {first.documents:,} documents, the same at every length; "
             f"{self._interval_note()}"
         ]
+        measured = [score for score in self.scores if not score.refused]
+        for note in dict.fromkeys(note for score in measured for note in score.notes):
+            having = dict.fromkeys(score.name for score in measured if note in score.notes)
+            every = len(having) == len({score.name for score in measured})
+            notes.append(note if every else f"{', '.join(having)}: {note}")
         return notes + [f"{s.name} at {s.length:,}: {s.refused}" for s in self.scores if s.refused]
 
     def _interval_note(self) -> str:

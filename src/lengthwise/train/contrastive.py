@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lengthwise.bias import at_least_float32
-from lengthwise.data.retrieval import Pair, TextEncoder, padded, pairs_hash, training_pairs
+from lengthwise.data.retrieval import QUERY_TOKENS, Pair, TextEncoder, padded, pairs_hash, training_pairs
 from lengthwise.data.tokenizers import with_start_token
 from lengthwise.encodings import Encoding
 from lengthwise.loading import LoadError, load_tokenizer_of, resolve_checkpoint
@@ -52,6 +52,7 @@ class ContrastiveObjective(Objective):
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         self.encoder = TextEncoder(self.tokenizer)
+        self.query_length = QUERY_TOKENS
         self.pairs, self.held_out_pairs = (training_pairs(config.data, split) for split in ("train", "held-out"))
         self.data_hash = pairs_hash(self.pairs)
         self.targets = config.sequences
@@ -65,6 +66,7 @@ class ContrastiveObjective(Objective):
             raise ValueError(
                 f"documents must have at most the encoder's {limit} tokens, got --length {self.config.length}"
             )
+        self.query_length = min(QUERY_TOKENS, limit or QUERY_TOKENS)
         return model
 
     def inputs(self, first: int, count: int) -> Inputs:
@@ -79,7 +81,7 @@ class ContrastiveObjective(Objective):
         """The inputs of some pairs."""
         documents = [pair.positive for pair in pairs]
         documents += [negative for pair in pairs for negative in pair.negatives[: self.config.hard_negatives]]
-        texts = [self.encoder.query(pair.query) for pair in pairs]
+        texts = [self.encoder.query(pair.query, self.query_length) for pair in pairs]
         bodies = [self.encoder.document(document, self.config.length) for document in documents]
         return *padded(texts, self.encoder.padding), *padded(bodies, self.encoder.padding)
 
