@@ -228,10 +228,13 @@ def test_a_final_folder_loads_in_sentence_transformers_as_it_is(tmp_path, poolin
     assert np.abs(theirs.encode(texts) - ours.numpy()).max() < 1e-5
 
 
-def test_pairs_of_a_file_are_split_by_lines_and_bad_ones_are_named(tmp_path):
+def test_pairs_of_a_file_are_split_by_queries_and_bad_ones_are_named(tmp_path):
     name = write_pairs(tmp_path / "pairs.jsonl", rows=100)
+    (tmp_path / "pairs.jsonl").write_text((tmp_path / "pairs.jsonl").read_text() * 3)
     train_part, held_out = (training_pairs(name, split) for split in ("train", "held-out"))
-    assert len(train_part) + len(held_out) == 100
+    assert len(train_part) + len(held_out) == 300
+    assert 0 < len(held_out) < 60
+    assert not {pair.query for pair in train_part} & {pair.query for pair in held_out}
     assert pairs_hash(train_part) != pairs_hash(held_out)
     assert all(isinstance(pair, Pair) and len(pair.negatives) == 2 for pair in train_part)
     (tmp_path / "bad.jsonl").write_text('{"query": "a", "positive": ""}\n')

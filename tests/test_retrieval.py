@@ -15,6 +15,7 @@ from encoder_kit import loud_encoder, mask_tokenizer
 from train_kit import share_kernel
 
 from lengthwise.cli import main
+from lengthwise.data import documents
 from lengthwise.data.retrieval import (
     Document,
     EncodedSet,
@@ -48,6 +49,9 @@ def test_docstrings_are_cut_out_of_their_documents(stdlib):
         assert not any(query in text for text in texts), query
     assert len(set(stdlib.queries)) == len(stdlib.queries)
     assert all(len(answers) == 1 for answers in stdlib.relevant)
+    for text in documents("stdlib", "train"):
+        words = " ".join(text.split())
+        assert not any(query in words for query in stdlib.queries), "a model has been trained on this query"
     assert retrieval_set("stdlib") == stdlib, "the same every time"
 
 

@@ -6,8 +6,8 @@
 
 Modules of the standard library are cut into parts of about 3,000 characters, each a document. A docstring of a part,
 its first paragraph, is a query; the whole docstring is cut out of the part, or it would be string matching. Queries
-whose words stand anywhere else in the set are left out. The split is that of the text: a model that was trained on
-"stdlib" has seen nothing of the held-out parts.
+whose words stand anywhere else in the set, or in the text to train on, are left out. The split is that of the text: a
+model that was trained on "stdlib" has seen nothing of the held-out parts.
 
 At a length every document of "stdlib" has exactly that many tokens: those around the place of its docstring, and where
 the part is shorter, filler that says nothing, before and after it by a share that the document's name decides. Other
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lengthwise.data.sources import TOPICS, Split, StdlibSource, held_out_row, read_text
+from lengthwise.data.sources import HELD_OUT, TOPICS, Split, StdlibSource, read_text
 from lengthwise.data.tokenizers import encode, encode_with_offsets, surrounding_tokens
 from lengthwise.errors import UserError
 
@@ -218,8 +218,12 @@ def training_pairs(name: str, split: Split = "train") -> list[Pair]:
     if name == "stdlib":
         pairs = _stdlib_pairs(split)
     elif name.endswith(".jsonl") and Path(name).is_file():
-        every = list(_file_pairs(Path(name)))
-        pairs = [pair for row, pair in enumerate(every) if split == "all" or held_out_row(row) == (split == "held-out")]
+        # By the text of the query: one with several rows is in one split.
+        pairs = [
+            pair
+            for pair in _file_pairs(Path(name))
+            if split == "all" or (_number(pair.query) % HELD_OUT == 0) == (split == "held-out")
+        ]
     else:
         raise RetrievalError(
             f"pairs to train on must be 'stdlib' or a .jsonl file with query, positive and negatives, got {name!r}"
@@ -240,6 +244,8 @@ def pairs_hash(pairs: Sequence[Pair]) -> str:
 
 def _stdlib_set(split: Split) -> RetrievalSet:
     parts = _unique(list(_stdlib_parts(split)))
+    if split == "held-out":
+        parts = _unseen(parts)
     asking = [(number, part) for number, part in enumerate(parts) if part.query is not None]
     return RetrievalSet(
         "stdlib",
@@ -332,6 +338,16 @@ def _unique(parts: list[_Part]) -> list[_Part]:
     ]
 
 
+def _unseen(parts: list[_Part]) -> list[_Part]:
+    """The parts, without the queries whose words stand in the text to train on."""
+    seen: set[str] = set()
+    queries = [part.query for part in parts if part.query is not None]
+    for text in StdlibSource().documents("train"):
+        words = " ".join(text.split())
+        seen.update(query for query in queries if query in words)
+    return [_Part(part.module, part.document, None) if part.query in seen else part for part in parts]
+
+
 def _folder_set(folder: Path) -> RetrievalSet:
     documents: list[Document] = []
     numbers: dict[str, int] = {}
@@ -393,4 +409,4 @@ def _rows(path: Path, *fields: str) -> Iterator[dict[str, Any]]:
 
 def _number(name: str) -> int:
     """A number that a name decides, the same everywhere."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
+    return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big")
