@@ -257,14 +257,17 @@ def _stdlib_set(split: Split) -> RetrievalSet:
 
 
 def _stdlib_pairs(split: Split) -> list[Pair]:
-    """Each query with its part; another part of the same module, if there is one, nearly answers it."""
+    """Each query with its part; another part of the same module, if there is one, nearly answers it.
+
+    A query whose words stand in what is left of its part is left out: that would be string matching.
+    """
     modules: dict[str, list[_Part]] = {}
     for part in _stdlib_parts(split):
         modules.setdefault(part.module, []).append(part)
     pairs = []
     for parts in modules.values():
         for number, part in enumerate(parts):
-            if part.query is not None:
+            if part.query is not None and part.query not in " ".join(part.document.text.split()):
                 others = parts[:number] + parts[number + 1 :]
                 near = (others[_number(part.document.name) % len(others)].document,) if others else ()
                 pairs.append(Pair(part.query, part.document, near))
