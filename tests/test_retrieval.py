@@ -187,6 +187,18 @@ def test_queries_are_cut_alike_for_models_and_bm25_and_the_table_says_how_many()
     assert RetrievalTable(words).notes()[1] == "1 of 2 queries cut to 64 tokens"
 
 
+def test_one_group_of_queries_has_no_interval_and_the_table_says_so(tmp_path):
+    scores = [
+        RetrievalScore("alibi", n, "set", 9, ["a", "a"], [value] * 2, [value] * 2, [value] * 2)
+        for n, value in ((16, 0.5), (64, 0.25))
+    ]
+    table = RetrievalTable(scores)
+    assert table.rows()[1] == ["alibi", "0.500 (-)", "0.250 (-)"]
+    assert table.change_rows(16)[1] == ["alibi", "-0.250 (-)"]
+    assert "no 95 % intervals: the queries are of one group" in table.notes()[0]
+    assert (tmp_path / "retrieval.png") in table.write(tmp_path)
+
+
 def test_vectors_do_not_depend_on_the_texts_beside_them():
     one = loaded("cable")
     texts = [[5, 9, 14], [7] * 30, [8, 3, 9, 27, 44, 6, 13]]

@@ -128,8 +128,8 @@ class RetrievalTable:
         def cell(name: str, length: int) -> str:
             if not self.seeds(name, length):
                 return "-"
-            low, high = self.interval(name, length, metric)
-            return f"{self.value(name, length, metric):.3f} ({low:.3f} to {high:.3f})"
+            interval = self.interval(name, length, metric)
+            return f"{self.value(name, length, metric):.3f} ({interval.text('{:.3f}'.format)})"
 
         head = [RANK_METRICS[metric], *(f"{length:,}" for length in self.lengths)]
         return [head, *([name, *(cell(name, n) for n in self.lengths)] for name in self.names)]
@@ -173,6 +173,8 @@ class RetrievalTable:
 
     def _interval_note(self) -> str:
         if all(len(scores) == 1 for scores in self._cells.values()):
+            if all(len(set(score.groups)) == 1 for score in self.scores if not score.refused):
+                return "no 95 % intervals: the queries are of one group"
             return "95 % intervals over groups of queries"
         return "95 % intervals by Student's t over seeds, of one score over groups of queries"
 
@@ -219,7 +221,7 @@ def _signed(paired: Callable[..., tuple[float, Interval]], *arguments: str | int
         value, interval = paired(*arguments)
     except ValueError:
         return "-"
-    return f"{value:+.3f} ({interval.low:+.3f} to {interval.high:+.3f})"
+    return f"{value:+.3f} ({interval.text('{:+.3f}'.format)})"
 
 
 def retrieval_figure(table: RetrievalTable, *, train_length: int | None = None) -> "Figure":

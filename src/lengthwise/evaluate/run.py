@@ -124,7 +124,7 @@ def _with_interval(table: LengthTable, name: str, length: int) -> str:
     cell = table.cell(name, length)
     if cell.refused:
         return "-"
-    return f"{cell} ({format_value(cell.interval.low)} to {format_value(cell.interval.high)})"
+    return f"{cell} ({cell.interval.text(format_value)})"
 
 
 def _share(share: tuple[float, tuple[float, float]] | None) -> str:
