@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from encoder_kit import loud_encoder, mask_tokenizer
+from tokenizers.processors import TemplateProcessing
 from train_kit import share_kernel
 
 from lengthwise.cli import main
@@ -26,6 +27,7 @@ from lengthwise.data.retrieval import (
     training_pairs,
 )
 from lengthwise.data.tokenizers import load_tokenizer, with_start_token
+from lengthwise.evaluate import masked
 from lengthwise.evaluate.corpus import Corpus
 from lengthwise.evaluate.masked import EVERY, masked_places, score_masked_lengths
 from lengthwise.evaluate.ranking import bm25, rank_metrics
@@ -289,6 +291,50 @@ def test_pseudo_perplexity_is_of_the_same_masked_tokens_at_every_length():
     assert scores[0][1].loss == pytest.approx(total / places.size, rel=1e-5)
     with pytest.raises(ValueError, match="as many tokens as the longest length, 500, got 400"):
         score_masked_lengths(model, corpus, [500], mask=2, name="x")
+
+
+def test_windows_of_an_encoder_begin_and_end_as_its_texts_do_and_special_tokens_are_not_predicted():
+    corpus, (centres, span) = made_corpus(), masked_places(400, [16, 32], 6)
+    places = centres[:, None] + np.arange(-(span // 2), span - span // 2, EVERY)
+    corpus.tokens[places[0, 0]] = 3
+    corpus.tokens[places[1:]] = np.maximum(corpus.tokens[places[1:]], 4)
+    corpus.tokens[places[0, 1:]] = np.maximum(corpus.tokens[places[0, 1:]], 4)
+    model, total = loud_encoder("alibi"), 0.0
+    options = {"mask": 2, "name": "x", "windows": 6, "around": ([3], [5, 6]), "special": [2, 3]}
+    scores = score_masked_lengths(model, corpus, [16, 32], **options)
+    for number, (centre, own) in enumerate(zip(centres, places, strict=True)):
+        own, begin = own[1:] if number == 0 else own, centre - 16
+        ids = torch.from_numpy(corpus.tokens[begin : begin + 32]).clone()[None]
+        wanted = ids[0, own - begin]
+        ids[0, 0], ids[0, -2], ids[0, -1] = 3, 5, 6
+        ids[0, own - begin] = 2
+        with torch.no_grad():
+            logp = model(ids).logits[0, own - begin].log_softmax(-1)
+        total -= float(logp.gather(1, wanted[:, None]).sum())
+    assert scores[1].scored == scores[0].scored == places.size - 1
+    assert scores[1].loss == pytest.approx(total / (places.size - 1), rel=1e-5)
+    with pytest.raises(ValueError, match="tokens to predict, got special tokens alone"):
+        score_masked_lengths(model, corpus, [16], **options | {"special": list(range(100))})
+
+
+def test_the_command_reads_an_encoder_s_own_tokens_around_every_window(tmp_path, monkeypatch):
+    share_kernel(tmp_path / "cache")
+    folder = saved_encoder(tmp_path / "encoder")
+    tokenizer = mask_tokenizer()
+    tokenizer.add_special_tokens({"cls_token": "w3", "sep_token": "w4"})
+    ends = {"special_tokens": [("w3", 3), ("w4", 4)]}
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="w3 $A w4", pair="w3 $A w4 $B w4", **ends)
+    tokenizer.save_pretrained(folder)
+    windows = []
+    inner = masked.masked_token_losses
+    monkeypatch.setattr(
+        masked, "masked_token_losses", lambda model, read, *rest: windows.append(read) or inner(model, read, *rest)
+    )
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{5 + n * n % 85}" for n in range(6000)))
+    main(["evaluate", folder, "--text", str(text), "--lengths", "16", "--windows", "4"])
+    assert (windows[0][:, 0] == 3).all()
+    assert (windows[0][:, -1] == 4).all()
 
 
 def saved_encoder(folder) -> str:

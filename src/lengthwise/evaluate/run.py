@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lengthwise.data import documents
+from lengthwise.data.tokenizers import surrounding_tokens
 from lengthwise.encodings.registry import is_encoding
 from lengthwise.evaluate.config import EvalConfig, ResolvedEvalConfig
 from lengthwise.evaluate.corpus import Corpus, read_corpus
@@ -303,6 +304,8 @@ class Measurement:
             name=self.loaded.name,
             tokenizer=self.loaded.vocabulary,
             windows=self.config.windows,
+            around=surrounding_tokens(self.tokenizer),
+            special=self.tokenizer.all_special_ids,
         )
 
 
