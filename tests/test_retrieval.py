@@ -75,18 +75,24 @@ def test_a_document_has_every_length_around_its_place_grown_with_filler_where_it
 
 def test_rank_metrics_are_those_of_a_hand():
     scores = np.array([[0.9, 0.8, 0.7], [0.1, 0.2, 0.3]])
-    values = rank_metrics(scores, [frozenset({1}), frozenset({0, 2})])
+    values = rank_metrics(scores, [{1: 1}, {0: 1, 2: 1}])
     assert values["ndcg"] == pytest.approx([1 / math.log2(3), (1 + 1 / math.log2(4)) / (1 + 1 / math.log2(3))])
     assert values["recall"] == [1, 1]
     assert values["mrr"] == [0.5, 1]
-    far = rank_metrics(-np.arange(20.0)[None], [frozenset({15})])
+    far = rank_metrics(-np.arange(20.0)[None], [{15: 1}])
     assert far == {"ndcg": [0.0], "recall": [0.0], "mrr": [0.0]}
 
 
+def test_grades_count_in_ndcg():
+    values = rank_metrics(np.array([[0.9, 0.8, 0.7]]), [{1: 1, 2: 3}])
+    assert values["ndcg"] == pytest.approx([(1 / math.log2(3) + 3 / 2) / (3 + 1 / math.log2(3))])
+    assert (values["recall"], values["mrr"]) == ([1], [0.5])
+
+
 def test_of_equal_scores_the_relevant_document_comes_last():
-    equal = rank_metrics(np.zeros((2, 3)), [frozenset({0}), frozenset({2})])
+    equal = rank_metrics(np.zeros((2, 3)), [{0: 1}, {2: 1}])
     assert equal["mrr"] == pytest.approx([1 / 3, 1 / 3])
-    far = rank_metrics(np.zeros((1, 20)), [frozenset({0})])
+    far = rank_metrics(np.zeros((1, 20)), [{0: 1}])
     assert far == {"ndcg": [0.0], "recall": [0.0], "mrr": [0.0]}
 
 
@@ -109,7 +115,7 @@ def test_bm25_is_its_formula():
 def small_set() -> RetrievalSet:
     documents = [Document(str(i), " ".join(f"w{3 + (11 * i + j * j) % 90}" for j in range(40)), 60) for i in range(6)]
     queries = [" ".join(document.text.split()[12:20]) for document in documents[:4]]
-    return RetrievalSet("small", queries, documents, [frozenset({i}) for i in range(4)], ["a", "a", "b", "c"])
+    return RetrievalSet("small", queries, documents, [{i: 1} for i in range(4)], ["a", "a", "b", "c"])
 
 
 def loaded(encoding: str, **changes: object) -> LoadedModel:
@@ -175,7 +181,7 @@ def test_intervals_of_several_seeds_are_by_student_s_t_over_them():
 def test_queries_are_cut_alike_for_models_and_bm25_and_the_table_says_how_many():
     late = " ".join(["w7"] * 70 + ["w91"])
     documents = [Document("0", " ".join(["w91"] * 9)), Document("1", " ".join(["w8"] * 9))]
-    corpus = RetrievalSet("set", [late, "w8 w8"], documents, [frozenset({0}), frozenset({1})], ["a", "b"])
+    corpus = RetrievalSet("set", [late, "w8 w8"], documents, [{0: 1}, {1: 1}], ["a", "b"])
     texts = EncodedSet(corpus, mask_tokenizer())
     assert [len(query) for query in texts.queries()] == [64, 2]
     words, short = score_bm25(texts, [16]), score_retrieval(loaded("learned", n_positions=16), texts, [16])
@@ -230,10 +236,10 @@ def test_pooling_is_read_from_sentence_transformers_files(tmp_path):
 def test_sets_that_nothing_can_be_retrieved_from_are_named(tmp_path):
     documents = [Document("a", "text")]
     with pytest.raises(RetrievalError, match="every query must have a relevant document, got 'what' without one"):
-        RetrievalSet("set", ["what"], documents, [frozenset()], ["g"])
+        RetrievalSet("set", ["what"], documents, [{}], ["g"])
     with pytest.raises(RetrievalError, match="0 queries and 1 documents"):
         RetrievalSet("set", [], documents, [], [])
-    empty = RetrievalSet("set", ["what"], [Document("a", "")], [frozenset({0})], ["g"])
+    empty = RetrievalSet("set", ["what"], [Document("a", "")], [{0: 1}], ["g"])
     with pytest.raises(RetrievalError, match="a document at every length, got set with none at 16"):
         EncodedSet(empty, mask_tokenizer()).documents(16)
     with pytest.raises(RetrievalError, match=r"must be 'stdlib' or a folder with corpus.jsonl"):
@@ -249,7 +255,7 @@ def test_a_folder_as_beir_has_it_is_a_set(tmp_path):
     (tmp_path / "qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\nq1\td2\t1\nq1\td1\t0\n")
     found = retrieval_set(str(tmp_path))
     assert found.queries == ["who sails"]
-    assert found.relevant == [frozenset({1})]
+    assert found.relevant == [{1: 1}]
     assert found.documents[0].text == "Crows\nThey fly."
     (tmp_path / "qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\nq1\td9\t1\n")
     with pytest.raises(RetrievalError, match="got 'd9'"):
@@ -260,6 +266,23 @@ def test_a_folder_as_beir_has_it_is_a_set(tmp_path):
     (tmp_path / "corpus.jsonl").write_text('{"_id": "d1"}\n')
     with pytest.raises(RetrievalError, match="one JSON object with _id and text a line, got another in line 1"):
         retrieval_set(str(tmp_path))
+
+
+def test_grades_are_kept_and_queries_without_an_answer_are_left_out_and_counted(tmp_path):
+    rows = [{"_id": "q1", "text": "w8 w8"}, {"_id": "d2", "text": "w8 w9"}, {"_id": "d3", "text": "w5"}]
+    (tmp_path / "corpus.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    queries = [{"_id": "q1", "text": "w8"}, {"_id": "q2", "text": "w5"}]
+    (tmp_path / "queries.jsonl").write_text("\n".join(map(json.dumps, queries)))
+    (tmp_path / "qrels").mkdir()
+    (tmp_path / "qrels/test.tsv").write_text("q\td\ts\nq1\td2\t2\nq1\td3\t1\nq2\td3\t0\n")
+    corpus = retrieval_set(str(tmp_path))
+    assert (corpus.queries, corpus.relevant) == (["w8"], [{1: 2, 2: 1}])
+    texts = EncodedSet(corpus, mask_tokenizer())
+    table = RetrievalTable([*score_bm25(texts, [16]), *score_retrieval(loaded("alibi"), texts, [16])])
+    assert table.notes()[1:] == ["1 judged queries left out: no document answers them"]
+    assert table.value("BM25", 16) == 1, "the document that is the query itself is not ranked"
+    (tmp_path / "qrels/test.tsv").write_text("q\td\ts\nq1\tq1\t1\n")
+    assert retrieval_set(str(tmp_path)).own == {}, "one that answers it is"
 
 
 def made_corpus(length: int = 400) -> Corpus:
@@ -416,5 +439,5 @@ def test_the_recipe_for_the_hub_s_data_writes_what_training_and_retrieval_read(t
     assert [(p.query, p.positive.text, *(n.text for n in p.negatives)) for p in pairs[:1]] == [("q0", "p0", "n0")]
     assert len(pairs) == 50
     corpus = retrieval_set(str(tmp_path / "data/mldr-en"))
-    assert (corpus.name, corpus.queries, corpus.relevant) == ("mldr-en", ["who sails?"], [frozenset({1})])
+    assert (corpus.name, corpus.queries, corpus.relevant) == ("mldr-en", ["who sails?"], [{1: 1}])
     assert [document.text for document in corpus.documents] == ["Crows fly.", "Ships sail."]

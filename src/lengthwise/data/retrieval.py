@@ -20,7 +20,7 @@ import inspect
 import json
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -133,14 +133,18 @@ def padded(
 
 @dataclass(frozen=True)
 class RetrievalSet:
-    """Queries and documents; `relevant` has the numbers of the documents that answer each query."""
+    """Queries and documents; `relevant` has the grade of every document, by its number, that answers a query."""
 
     name: str
     queries: list[str]
     documents: list[Document]
-    relevant: list[frozenset[int]]
+    relevant: list[dict[int, int]]
     groups: list[str]
     """What each query belongs to: queries of one group are alike, and are resampled together."""
+    own: dict[int, int] = field(default_factory=dict)
+    """The document that is a query itself, which is not ranked for it: both by number."""
+    left_out: int = 0
+    """Judged queries that no document answers."""
 
     def __post_init__(self) -> None:
         if not self.documents or not self.queries:
@@ -149,7 +153,7 @@ class RetrievalSet:
                 f"{len(self.documents)} documents in {self.name}"
             )
         for query, answers in zip(self.queries, self.relevant, strict=True):
-            if not answers:
+            if not answers or min(answers.values()) < 1:
                 raise RetrievalError(f"every query must have a relevant document, got {query[:60]!r} without one")
 
 
@@ -168,7 +172,9 @@ class EncodedSet:
     def notes(self, length: int = QUERY_TOKENS) -> list[str]:
         """What a reader of a score must know of the queries."""
         cut = sum(len(query) + self.encoder.around > length for query in self._queries)
-        return [f"{cut:,} of {len(self._queries):,} queries cut to {length} tokens"] if cut else []
+        notes = [f"{cut:,} of {len(self._queries):,} queries cut to {length} tokens"] if cut else []
+        left_out = self.corpus.left_out
+        return notes + ([f"{left_out:,} judged queries left out: no document answers them"] if left_out else [])
 
     def documents(self, length: int) -> list[NDArray[np.int32]]:
         """The tokens of every document at a length; an error if none is left."""
@@ -251,7 +257,7 @@ def _stdlib_set(split: Split) -> RetrievalSet:
         "stdlib",
         [part.query or "" for _, part in asking],
         [part.document for part in parts],
-        [frozenset({number}) for number, _ in asking],
+        [{number: 1} for number, _ in asking],
         [part.module for _, part in asking],
     )
 
@@ -358,7 +364,7 @@ def _folder_set(folder: Path) -> RetrievalSet:
         numbers[str(row["_id"])] = len(documents)
         text = f"{row['title']}\n{row['text']}" if row.get("title") else str(row["text"])
         documents.append(Document(str(row["_id"]), text))
-    answers: dict[str, set[int]] = {}
+    answers: dict[str, dict[int, int]] = {}
     judged = set()
     lines = (folder / "qrels/test.tsv").read_text(encoding="utf-8").rstrip().splitlines()
     for number, line in enumerate(lines[1:], 2):
@@ -372,11 +378,24 @@ def _folder_set(folder: Path) -> RetrievalSet:
         if int(score) > 0:
             if document not in numbers:
                 raise RetrievalError(f"qrels must name documents of corpus.jsonl, got {document!r} in {folder}")
-            answers.setdefault(query, set()).add(numbers[document])
-    queries = [row for row in _rows(folder / "queries.jsonl", "_id", "text") if str(row["_id"]) in judged]
-    names = [str(row["_id"]) for row in queries]
-    relevant = [frozenset(answers.get(name, ())) for name in names]
-    return RetrievalSet(folder.name, [str(row["text"]) for row in queries], documents, relevant, names)
+            answers.setdefault(query, {})[numbers[document]] = int(score)
+    queries = {
+        str(row["_id"]): str(row["text"])
+        for row in _rows(folder / "queries.jsonl", "_id", "text")
+        if str(row["_id"]) in judged
+    }
+    names = [name for name in queries if name in answers]
+    return RetrievalSet(
+        folder.name,
+        [queries[name] for name in names],
+        documents,
+        [answers[name] for name in names],
+        names,
+        own={
+            i: numbers[name] for i, name in enumerate(names) if name in numbers and numbers[name] not in answers[name]
+        },
+        left_out=len(queries) - len(names),
+    )
 
 
 def _file_pairs(path: Path) -> Iterator[Pair]:

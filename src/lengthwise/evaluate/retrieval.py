@@ -178,6 +178,7 @@ def text_vectors(
 def _scored(
     name: str, length: int, corpus: RetrievalSet, scores: NDArray[np.float64], notes: list[str], seconds: float
 ) -> RetrievalScore:
+    scores[[*corpus.own], [*corpus.own.values()]] = -np.inf
     ranks = rank_metrics(scores, corpus.relevant)
     ndcg, recall, mrr = ranks["ndcg"], ranks["recall"], ranks["mrr"]
     groups, documents = list(corpus.groups), len(corpus.documents)
