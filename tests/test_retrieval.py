@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from encoder_kit import loud_encoder, mask_tokenizer
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from tokenizers.processors import TemplateProcessing
 from train_kit import share_kernel
 
@@ -34,7 +35,7 @@ from lengthwise.evaluate.ranking import bm25, rank_metrics
 from lengthwise.evaluate.retrieval import pooling_of, score_bm25, score_retrieval, text_vectors
 from lengthwise.evaluate.retrieval_table import RetrievalScore, RetrievalTable
 from lengthwise.evaluate.statistics import bootstrap, t_interval
-from lengthwise.loading import LoadedModel
+from lengthwise.loading import LoadedModel, LoadError
 from lengthwise.testing import assert_near
 
 
@@ -224,13 +225,36 @@ def test_pooling_is_read_from_sentence_transformers_files(tmp_path):
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True, "x": False}))
     assert pooling_of(tmp_path, model) == "mean"
-    (tmp_path / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode": "max"}))
-    with pytest.raises(ValueError, match="pooled by the mean or from the first token"):
-        pooling_of(tmp_path, model)
+    for stored in (
+        {"pooling_mode": "max"},
+        {"pooling_mode": ["mean", "max"]},
+        {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True},
+        {"pooling_mode_cls_token": True, "pooling_mode_lasttoken": True},
+        {"pooling_mode_mean_tokens": False},
+    ):
+        (tmp_path / "1_Pooling/config.json").write_text(json.dumps(stored))
+        with pytest.raises(ValueError, match="pooled by the mean or from the first token"):
+            pooling_of(tmp_path, model)
+    for stored in ({"pooling_mode": ["cls"]}, {"pooling_mode_cls_token": True, "include_prompt": True}):
+        (tmp_path / "1_Pooling/config.json").write_text(json.dumps(stored))
+        assert pooling_of(tmp_path, model) == "first"
     dense = [{"type": "sentence_transformers.models.Transformer"}, {"type": "sentence_transformers.models.Dense"}]
     (tmp_path / "modules.json").write_text(json.dumps(dense))
     with pytest.raises(ValueError, match=r"pooled and normed tokens, got .* with sentence_transformers\.models\.Dense"):
         pooling_of(tmp_path, model)
+
+
+def test_without_a_connection_the_pooling_of_a_model_on_the_hub_is_not_guessed(tmp_path, monkeypatch):
+    def download(checkpoint, name):
+        raise fault("nothing there")
+
+    monkeypatch.setattr("lengthwise.evaluate.retrieval.hf_hub_download", download)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    model, fault = loud_encoder("alibi"), EntryNotFoundError
+    assert pooling_of("someone/model", model) == "mean", "the hub does not have the file"
+    fault = LocalEntryNotFoundError
+    with pytest.raises(LoadError, match="got no connection to ask someone/model for it"):
+        pooling_of("someone/model", model)
 
 
 def test_sets_that_nothing_can_be_retrieved_from_are_named(tmp_path):

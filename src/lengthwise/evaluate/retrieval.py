@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.hub import cached_file
 
 from lengthwise.data.retrieval import QUERY_TOKENS, EncodedSet, RetrievalSet, padded, retrieval_set
 from lengthwise.encodings import PositionError
@@ -91,24 +92,29 @@ def pooling_of(source: str | Path, model: PreTrainedModel) -> str:
     stored = _sentence_file(source, "1_Pooling/config.json")
     if stored is None:
         return getattr(model.config, "pooling", "mean")
-    mode = stored.get("pooling_mode")
-    modes = [mode] if isinstance(mode, str) else [key for key, on in stored.items() if on is True]
+    mode = stored.get("pooling_mode", [key for key, on in stored.items() if key.startswith("pooling_mode_") and on])
+    modes = [mode] if isinstance(mode, str) else mode
     known = {"cls": "first", "mean": "mean", "pooling_mode_cls_token": "first", "pooling_mode_mean_tokens": "mean"}
-    chosen = [known[key] for key in modes if key in known]
-    if len(chosen) != 1:
+    if len(modes) != 1 or modes[0] not in known:
         raise LoadError(f"vectors must be pooled by the mean or from the first token, got {source} with {modes}")
-    return chosen[0]
+    return known[modes[0]]
 
 
 def _sentence_file(source: str | Path, name: str) -> Any:
     """The content of one of sentence-transformers' files in a folder or on the hub; None if it is not there."""
-    path = cached_file(
-        str(resolve_checkpoint(source)),
-        name,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    return None if path is None else json.loads(Path(path).read_text())
+    checkpoint = resolve_checkpoint(source)
+    path = Path(checkpoint) / name
+    if not Path(checkpoint).is_dir():
+        try:
+            path = Path(hf_hub_download(checkpoint, name))
+        except LocalEntryNotFoundError:  # no connection; a file that the hub does not have may be known from before
+            if try_to_load_from_cache(checkpoint, name) is not _CACHED_NO_EXIST:
+                raise LoadError(
+                    f"{name} says how vectors are pooled, got no connection to ask {source} for it"
+                ) from None
+        except EntryNotFoundError:
+            return None
+    return json.loads(path.read_text()) if path.is_file() else None
 
 
 def score_retrieval(
