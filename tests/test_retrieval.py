@@ -402,11 +402,29 @@ def test_the_command_measures_retrieval_and_pseudo_perplexity(tmp_path, capsys, 
     assert (tmp_path / "out/retrieval.csv").is_file()
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"w{3 + n * n % 90}" for n in range(6000)))
-    main(["evaluate", folder, "--text", str(text), "--lengths", "16", "32", "--windows", "4"])
+    words = ["evaluate", folder, "--text", str(text), "--lengths", "16", "32", "--windows", "4"]
+    main([*words, "--out", str(tmp_path / "masked")])
     assert "fair, masked: the same" in capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "masked").glob("*.png")} == {"lengths.png"}, "an encoder has no places"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tasks", "copy"], "--tasks: for models that predict the next token"),
+        (["--protocol", "paper", "--stride", "8"], "--protocol, --stride: for models that predict the next token"),
+        (["--chunk", "8"], "--chunk: for models"),
+        (["--by-position"], "--by-position: for models"),
+        (["--stretch", "yarn:2"], "--stretch, --tasks: for models"),
+        (["--retrieval"], "--retrieval takes --lengths and --retrieval-set, got --text, --windows too"),
+    ],
+)
+def test_options_that_would_change_nothing_of_an_encoder_are_refused(tmp_path, capsys, words, message):
+    folder, text = saved_encoder(tmp_path / "encoder"), tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{3 + n * n % 90}" for n in range(600)))
     with pytest.raises(SystemExit):
-        main(["evaluate", folder, "--text", str(text), "--lengths", "16", "--tasks", "copy"])
-    assert "tasks are for models that predict the next token" in capsys.readouterr().err
+        main(["evaluate", folder, "--text", str(text), "--lengths", "16", "--windows", "4", *words])
+    assert message in capsys.readouterr().err
 
 
 def test_a_masked_model_without_a_mask_token_is_refused(tmp_path, capsys):

@@ -8,6 +8,7 @@ the text, not to positions.
 A model by sentence-transformers is pooled as its 1_Pooling says, one of ours as its config, any other by the mean.
 """
 
+import dataclasses
 import json
 import time
 from collections.abc import Sequence
@@ -44,6 +45,9 @@ def evaluate_retrieval(
     sources: Sequence[str], config: EvalConfig, *, device: str = "auto", trust_remote_code: bool = False
 ) -> RetrievalTable:
     """Every model and BM25 on one set at every length."""
+    others = {field.name for field in dataclasses.fields(EvalConfig)} - {"lengths", "retrieval", "retrieval_set"}
+    if ignored := config.changed(sorted(others)):
+        raise ValueError(f"--retrieval takes --lengths and --retrieval-set, got {', '.join(ignored)} too")
     resolved = config.resolved()
     named = split_names(sources)
     sets = EncodedSets(resolved.retrieval_set)
