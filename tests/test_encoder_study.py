@@ -3,17 +3,21 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from test_encoder_train import write_pairs
 from test_study import in_process, small  # noqa: F401
 
+from lengthwise.evaluate.retrieval_table import RetrievalScore
+from lengthwise.evaluate.statistics import t_interval
 from lengthwise.study.config import StudyConfig
 from lengthwise.study.engine import Engine, StudyProgress, TrainingJob, parallel_jobs, train_runs
 from lengthwise.study.execute import run_study
 from lengthwise.study.record import TrainingOutcome
 from lengthwise.study.report import paper_retrieval_rows
+from lengthwise.study.results import StudyResults
 from lengthwise.study.runs import contrastive_runs, study_runs
 from lengthwise.study.watch import missing_commands
 from lengthwise.train import TrainConfig
@@ -72,6 +76,32 @@ def test_one_report_has_masked_loss_and_retrieval_by_length(tmp_path, in_process
     run_study(config)
     assert len(trained) == 4, "nothing is trained twice"
     assert missing_commands(config) == []
+
+
+def test_a_hypothesis_on_retrieval_with_several_seeds_is_judged_by_student_s_t():
+    later = [SimpleNamespace(name=f"rope-{seed}-retrieval", encoding="rope", seed=seed) for seed in range(3)]
+    by_seed = zip(later, [(0.5, 0.2), (0.6, 0.5), (0.7, 0.5)], strict=True)
+    retrieval = [
+        RetrievalScore(run.name, length, "set", 9, ["a", "b"], [value] * 2, [value] * 2, [value] * 2)
+        for run, values in by_seed
+        for length, value in zip((16, 128), values, strict=True)
+    ]
+    results = StudyResults(
+        config=SimpleNamespace(hypotheses={"rope": {"ndcg_below": -0.05}}),
+        runs=[SimpleNamespace(resolved=SimpleNamespace(length=16))],
+        table=SimpleNamespace(lengths=[16, 128]),
+        tasks=[],
+        outcomes={},
+        missing={},
+        undrawn={},
+        seconds=0.0,
+        later=later,
+        retrieval=retrieval,
+    )
+    (judged,) = results.hypotheses()
+    assert judged.values == pytest.approx([-0.3, -0.1, -0.2])
+    assert judged.interval == pytest.approx(t_interval([-0.3, -0.1, -0.2]))
+    assert judged.verdict == "not decided", "three seeds that were resampled would all be below"
 
 
 def test_commands_of_contrastive_runs_come_after_those_that_they_start_from(tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,13 +12,14 @@ from train_kit import assert_same_run, in_processes, small_config
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
 from lengthwise.cli import main
-from lengthwise.data.retrieval import Pair, RetrievalError, pairs_hash, training_pairs
+from lengthwise.data.retrieval import Document, Pair, RetrievalError, pairs_hash, training_pairs
 from lengthwise.data.tokenizers import load_tokenizer, surrounding_tokens, with_mask_token, with_start_token
 from lengthwise.evaluate.retrieval import text_vectors
 from lengthwise.model import LengthwiseEncoder, LengthwiseForMaskedLM
 from lengthwise.runs import Run, RunWriter
 from lengthwise.testing import assert_near
 from lengthwise.train import TrainConfig, train
+from lengthwise.train.contrastive import ContrastiveObjective
 from lengthwise.train.distributed import join_processes
 from lengthwise.train.loop import SummedLoss, make_objective, micro_batches
 from lengthwise.train.objectives import MaskedTokens
@@ -152,7 +154,7 @@ def contrastive_config(tmp_path, name: str = "pairs", **changes: object) -> Trai
         train(small_config(tmp_path, "start", objective="mlm", encoding="cable", steps=2, warmup=0))
     options = {"data": write_pairs(tmp_path / "pairs.jsonl"), "start_from": str(start), "objective": "contrastive"}
     options |= {"length": 24, "batch_tokens": 8 * 24, "micro_batch": 8, "steps": 10, "warmup": 2, "keep": 2}
-    options |= {"optimizer": "adamw", "learning_rate": 5e-3, "final_learning_rate": 5e-4, "out": str(tmp_path / name)}
+    options |= {"optimizer": "adamw", "learning_rate": 5e-4, "final_learning_rate": 5e-5, "out": str(tmp_path / name)}
     options |= {"checkpoint_every": 4, "evaluate_every": 5}
     return TrainConfig(**(options | changes))
 
@@ -163,7 +165,7 @@ def test_contrastive_training_brings_queries_to_their_documents_and_resumes(tmp_
     assert in_processes(lambda: train(config), processes) == [0] * processes
     whole = Run(config.out)
     losses = [line["loss"] for line in whole.metrics]
-    assert losses[-1] < losses[0]
+    assert sum(losses[-3:]) < 0.9 * sum(losses[:3]), "every step has other pairs"
     assert whole.metrics[-1]["held_out"].keys() == {"24"}
     stopped = contrastive_config(tmp_path, "stopped", pooling=pooling)
 
@@ -228,10 +230,13 @@ def test_a_final_folder_loads_in_sentence_transformers_as_it_is(tmp_path, poolin
     assert np.abs(theirs.encode(texts) - ours.numpy()).max() < 1e-5
 
 
-def test_pairs_of_a_file_are_split_by_lines_and_bad_ones_are_named(tmp_path):
+def test_pairs_of_a_file_are_split_by_queries_and_bad_ones_are_named(tmp_path):
     name = write_pairs(tmp_path / "pairs.jsonl", rows=100)
+    (tmp_path / "pairs.jsonl").write_text((tmp_path / "pairs.jsonl").read_text() * 3)
     train_part, held_out = (training_pairs(name, split) for split in ("train", "held-out"))
-    assert len(train_part) + len(held_out) == 100
+    assert len(train_part) + len(held_out) == 300
+    assert 0 < len(held_out) < 60
+    assert not {pair.query for pair in train_part} & {pair.query for pair in held_out}
     assert pairs_hash(train_part) != pairs_hash(held_out)
     assert all(isinstance(pair, Pair) and len(pair.negatives) == 2 for pair in train_part)
     (tmp_path / "bad.jsonl").write_text('{"query": "a", "positive": ""}\n')
@@ -239,6 +244,73 @@ def test_pairs_of_a_file_are_split_by_lines_and_bad_ones_are_named(tmp_path):
         training_pairs(str(tmp_path / "bad.jsonl"))
     with pytest.raises(RetrievalError, match=r"must be 'stdlib' or a .jsonl file"):
         training_pairs("fineweb-edu")
+
+
+def test_a_query_that_is_longer_than_the_encoder_is_cut_to_its_end(tmp_path):
+    start = {"objective": "mlm", "encoding": "learned", "steps": 1, "warmup": 0}
+    train(small_config(tmp_path, "start", **start))
+    config = contrastive_config(tmp_path, steps=1, warmup=0, checkpoint_every=1, evaluate_every=1)
+    rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(row | {"query": row["query"] * 9}) for row in rows))
+    assert train(config).is_finished
+
+
+def test_no_training_query_of_the_standard_library_stands_in_its_document():
+    pairs = training_pairs("stdlib")
+    assert len(pairs) > 1000
+    assert not [pair.query for pair in pairs if pair.query in " ".join(pair.positive.text.split())]
+
+
+class FixedVectors(torch.nn.Module):
+    """A vector a token, whatever stands around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vectors = torch.randn(320, 64, generator=torch.Generator().manual_seed(0))
+
+    def forward(self, ids, attention_mask):
+        return SimpleNamespace(last_hidden_state=self.vectors[ids])
+
+
+ALONE = SimpleNamespace(gather_rows=lambda rows: (rows, 0))
+
+
+def batch_loss(objective, pairs) -> float:
+    return ContrastiveObjective.loss(objective, FixedVectors(), *objective.batch(pairs), world=ALONE).item()
+
+
+def test_a_query_s_own_document_is_not_its_negative(tmp_path):
+    objective = make_objective(contrastive_config(tmp_path).resolved())
+    a, b, c = (Document(name, f"{name} text") for name in "abc")
+    pairs = [Pair("first", a, (c,)), Pair("second", b, (Document("other", a.text),))]
+    scores = cosines(objective, ["first", "second"], [a, b, c, a])
+    # The last document is the first query's own, and a negative of the second.
+    wanted = torch.logsumexp(scores[0, :3], 0) - scores[0, 0] + torch.logsumexp(scores[1], 0) - scores[1, 1]
+    assert batch_loss(objective, pairs) == pytest.approx(wanted.item(), rel=1e-5)
+
+
+def cosines(objective, queries, documents) -> torch.Tensor:
+    """Divided by the temperature."""
+    vectors, encoder, length = FixedVectors().vectors, objective.encoder, objective.config.length
+    texts = [encoder.query(query) for query in queries], [encoder.document(d, length).tolist() for d in documents]
+    means = [torch.stack([vectors[ids].mean(0) for ids in part]) for part in texts]
+    return torch.nn.functional.cosine_similarity(means[0][:, None], means[1], dim=-1) / objective.config.temperature
+
+
+def test_cosines_are_in_full_precision_under_autocast(tmp_path):
+    objective = make_objective(contrastive_config(tmp_path).resolved())
+    pairs = objective.pairs[:8]
+    whole = batch_loss(objective, pairs)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert batch_loss(objective, pairs) == pytest.approx(whole, rel=1e-6)
+
+
+def test_held_out_batches_are_as_large_as_those_of_training(tmp_path):
+    objective = make_objective(contrastive_config(tmp_path).resolved())
+    objective.held_out_pairs = objective.pairs[:21]
+    assert [len(batch) for batch in objective.held_out(None).batches] == [8, 8]
+    objective.held_out_pairs = objective.pairs[:5]
+    assert [len(batch) for batch in objective.held_out(None).batches] == [5], "the only one"
 
 
 def test_first_pooling_puts_a_token_before_every_text():

@@ -18,17 +18,19 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import lengthwise as lw
 from lengthwise.data import documents, load_tokenizer, prepare
-from lengthwise.evaluate import Interval, LengthTable, Score, read_corpus, score_lengths
+from lengthwise.evaluate import Evaluation, Interval, LengthTable, Score, read_corpus, score_lengths
 from lengthwise.evaluate import memory as memory_module
 from lengthwise.evaluate import table as table_module
 from lengthwise.evaluate.corpus import PROTOCOLS, plan_text_windows
 from lengthwise.evaluate.losses import token_losses
 from lengthwise.evaluate.memory import bytes_needed, fitting_chunk
+from lengthwise.evaluate.table import length_figure, rise_figure
 from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.model.families import max_length
 from lengthwise.model.stretch import stretching
 from lengthwise.model.stretch.spec import parse_stretch
 from lengthwise.views.line_plot import Line, lines_figure
+from lengthwise.views.style import png
 
 STORY = ["Zoë saw 3 ships — and a crow.\n" * 5, "", "the second text is longer: " * 21, "日本語 ends it\n" * 7]
 DYNAMIC = [case for case in CASES if case == "rope-dynamic"]
@@ -347,6 +349,15 @@ def test_every_result_says_protocol_text_and_tokens_scored(table):
     assert f"{table.scores[0].scored:,} tokens scored" in table.text()
 
 
+def test_one_document_has_no_interval_and_the_table_says_so(tmp_path):
+    scores = [Score("a", n, "fair", "text", "t", "x", [0], [20.0 + n], [10], [40]) for n in (8, 16)]
+    result = Evaluation(LengthTable(scores), [], None)
+    assert result.rows()[1][:2] == ["a", "16.44 (-)"]
+    assert "no 95 % intervals: the scored tokens are of one document" in result.notes()
+    assert png(rise_figure(result.table, train_length=8))
+    assert png(length_figure(result.table))
+
+
 def test_in_a_notebook_a_table_shows_itself(table):
     assert table._repr_markdown_() == table.markdown()
 
@@ -384,6 +395,8 @@ def test_seeds_share_a_row_and_its_figure_is_their_mean_loss(text):
     table = LengthTable(scores, rows={"alibi": "all", "kerple": "all", "none": "all"})
     assert table.names == ["all"]
     assert math.log(table.cell("all", 12).value) == pytest.approx(np.mean([score.loss for score in scores]))
+    assert any("resample documents and 3 seeds, which is narrower than Student's t" in line for line in table.notes())
+    assert not any("seeds" in line for line in LengthTable(scores).notes()), "one seed has an interval over documents"
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 import torch
 from encoder_kit import loud_encoder, mask_tokenizer
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from tokenizers.processors import TemplateProcessing
 from train_kit import share_kernel
 
 from lengthwise.cli import main
+from lengthwise.data import documents
 from lengthwise.data.retrieval import (
     Document,
     EncodedSet,
@@ -25,12 +28,14 @@ from lengthwise.data.retrieval import (
     training_pairs,
 )
 from lengthwise.data.tokenizers import load_tokenizer, with_start_token
+from lengthwise.evaluate import masked
 from lengthwise.evaluate.corpus import Corpus
 from lengthwise.evaluate.masked import EVERY, masked_places, score_masked_lengths
 from lengthwise.evaluate.ranking import bm25, rank_metrics
 from lengthwise.evaluate.retrieval import pooling_of, score_bm25, score_retrieval, text_vectors
 from lengthwise.evaluate.retrieval_table import RetrievalScore, RetrievalTable
-from lengthwise.loading import LoadedModel
+from lengthwise.evaluate.statistics import bootstrap, t_interval
+from lengthwise.loading import LoadedModel, LoadError
 from lengthwise.testing import assert_near
 
 
@@ -47,6 +52,9 @@ def test_docstrings_are_cut_out_of_their_documents(stdlib):
         assert not any(query in text for text in texts), query
     assert len(set(stdlib.queries)) == len(stdlib.queries)
     assert all(len(answers) == 1 for answers in stdlib.relevant)
+    for text in documents("stdlib", "train"):
+        words = " ".join(text.split())
+        assert not any(query in words for query in stdlib.queries), "a model has been trained on this query"
     assert retrieval_set("stdlib") == stdlib, "the same every time"
 
 
@@ -68,12 +76,34 @@ def test_a_document_has_every_length_around_its_place_grown_with_filler_where_it
 
 def test_rank_metrics_are_those_of_a_hand():
     scores = np.array([[0.9, 0.8, 0.7], [0.1, 0.2, 0.3]])
-    values = rank_metrics(scores, [frozenset({1}), frozenset({0, 2})])
+    values = rank_metrics(scores, [{1: 1}, {0: 1, 2: 1}])
     assert values["ndcg"] == pytest.approx([1 / math.log2(3), (1 + 1 / math.log2(4)) / (1 + 1 / math.log2(3))])
     assert values["recall"] == [1, 1]
     assert values["mrr"] == [0.5, 1]
-    far = rank_metrics(-np.arange(20.0)[None], [frozenset({15})])
+    far = rank_metrics(-np.arange(20.0)[None], [{15: 1}])
     assert far == {"ndcg": [0.0], "recall": [0.0], "mrr": [0.0]}
+
+
+def test_grades_count_in_ndcg():
+    values = rank_metrics(np.array([[0.9, 0.8, 0.7]]), [{1: 1, 2: 3}])
+    assert values["ndcg"] == pytest.approx([(1 / math.log2(3) + 3 / 2) / (3 + 1 / math.log2(3))])
+    assert (values["recall"], values["mrr"]) == ([1], [0.5])
+
+
+def test_of_equal_scores_the_relevant_document_comes_last():
+    equal = rank_metrics(np.zeros((2, 3)), [{0: 1}, {2: 1}])
+    assert equal["mrr"] == pytest.approx([1 / 3, 1 / 3])
+    far = rank_metrics(np.zeros((1, 20)), [{0: 1}])
+    assert far == {"ndcg": [0.0], "recall": [0.0], "mrr": [0.0]}
+
+
+def test_a_model_whose_vectors_are_not_numbers_has_no_score():
+    broken = loaded("alibi")
+    with torch.no_grad():
+        broken.model.base_model.get_input_embeddings().weight[5:9] = math.nan
+    scores = score_retrieval(broken, EncodedSet(small_set(), mask_tokenizer()), [16, 64])
+    assert [score.refused for score in scores] == [f"vectors are not finite at {n} tokens" for n in (16, 64)]
+    assert RetrievalTable(scores).rows()[1] == ["alibi", "-", "-"]
 
 
 def test_bm25_is_its_formula():
@@ -86,7 +116,7 @@ def test_bm25_is_its_formula():
 def small_set() -> RetrievalSet:
     documents = [Document(str(i), " ".join(f"w{3 + (11 * i + j * j) % 90}" for j in range(40)), 60) for i in range(6)]
     queries = [" ".join(document.text.split()[12:20]) for document in documents[:4]]
-    return RetrievalSet("small", queries, documents, [frozenset({i}) for i in range(4)], ["a", "a", "b", "c"])
+    return RetrievalSet("small", queries, documents, [{i: 1} for i in range(4)], ["a", "a", "b", "c"])
 
 
 def loaded(encoding: str, **changes: object) -> LoadedModel:
@@ -120,6 +150,64 @@ def test_queries_are_scored_at_every_length_and_an_encoding_that_ends_is_refused
     assert again == scores
 
 
+def seed_score(name: str, length: int, *ndcg: float) -> RetrievalScore:
+    groups = [str(i) for i in range(len(ndcg))]
+    return RetrievalScore(name, length, "set", 9, groups, list(ndcg), list(ndcg), list(ndcg))
+
+
+def test_intervals_of_several_seeds_are_by_student_s_t_over_them():
+    values = {"rope": [(0.5, 0.2), (0.6, 0.5), (0.7, 0.5)], "alibi": [(0.4, 0.4), (0.5, 0.4), (0.9, 0.6)]}
+    scores = [
+        seed_score(f"{name}-{seed}", length, value + 0.1, value - 0.1)
+        for name, seeds in values.items()
+        for seed, by_length in enumerate(seeds)
+        for length, value in zip((16, 128), by_length, strict=True)
+    ]
+    words = seed_score("BM25", 16, 0.5, 0.3)
+    table = RetrievalTable([*scores, words], rows={f"{n}-{s}": (n, s) for n in values for s in range(3)})
+    assert table.interval("rope", 16) == pytest.approx(t_interval([0.5, 0.6, 0.7]))
+    assert table.change("rope", 128, 16)[1] == pytest.approx(t_interval([-0.3, -0.1, -0.2]))
+    value, interval = table.difference("rope", "alibi", 16)
+    assert value == pytest.approx(0)
+    assert interval == pytest.approx(t_interval([0.1, 0.1, -0.2])), "seed by seed"
+    assert table.difference("rope", "BM25", 16)[1] == pytest.approx(t_interval([0.1, 0.2, 0.3]))
+    assert table.interval("BM25", 16) == bootstrap([words.sums()]), "one score has an interval over queries"
+    assert "by Student's t over seeds" in table.notes()[0]
+    assert "over groups of queries" in RetrievalTable([words]).notes()[0]
+    apart = RetrievalTable([scores[0], scores[-2]], rows={"rope-0": ("rope", 0), "alibi-2": ("alibi", 2)})
+    with pytest.raises(ValueError, match="a seed that both have, got none"):
+        apart.difference("rope", "alibi", 16)
+
+
+def test_queries_are_cut_alike_for_models_and_bm25_and_the_table_says_how_many():
+    late = " ".join(["w7"] * 70 + ["w91"])
+    documents = [Document("0", " ".join(["w91"] * 9)), Document("1", " ".join(["w8"] * 9))]
+    corpus = RetrievalSet("set", [late, "w8 w8"], documents, [{0: 1}, {1: 1}], ["a", "b"])
+    texts = EncodedSet(corpus, mask_tokenizer())
+    assert [len(query) for query in texts.queries()] == [64, 2]
+    words, short = score_bm25(texts, [16]), score_retrieval(loaded("learned", n_positions=16), texts, [16])
+    assert words[0].mrr == [0.5, 1.0], "w91 stands behind the cut"
+    assert short[0].refused is None, "a query ends where the model's positions do"
+    table = RetrievalTable([*words, *short, *score_retrieval(loaded("alibi"), texts, [16])])
+    assert table.notes()[1:] == [
+        "BM25, alibi: 1 of 2 queries cut to 64 tokens",
+        "learned: 1 of 2 queries cut to 16 tokens",
+    ]
+    assert RetrievalTable(words).notes()[1] == "1 of 2 queries cut to 64 tokens"
+
+
+def test_one_group_of_queries_has_no_interval_and_the_table_says_so(tmp_path):
+    scores = [
+        RetrievalScore("alibi", n, "set", 9, ["a", "a"], [value] * 2, [value] * 2, [value] * 2)
+        for n, value in ((16, 0.5), (64, 0.25))
+    ]
+    table = RetrievalTable(scores)
+    assert table.rows()[1] == ["alibi", "0.500 (-)", "0.250 (-)"]
+    assert table.change_rows(16)[1] == ["alibi", "-0.250 (-)"]
+    assert "no 95 % intervals: the queries are of one group" in table.notes()[0]
+    assert (tmp_path / "retrieval.png") in table.write(tmp_path)
+
+
 def test_vectors_do_not_depend_on_the_texts_beside_them():
     one = loaded("cable")
     texts = [[5, 9, 14], [7] * 30, [8, 3, 9, 27, 44, 6, 13]]
@@ -137,22 +225,45 @@ def test_pooling_is_read_from_sentence_transformers_files(tmp_path):
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True, "x": False}))
     assert pooling_of(tmp_path, model) == "mean"
-    (tmp_path / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode": "max"}))
-    with pytest.raises(ValueError, match="pooled by the mean or from the first token"):
-        pooling_of(tmp_path, model)
+    for stored in (
+        {"pooling_mode": "max"},
+        {"pooling_mode": ["mean", "max"]},
+        {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True},
+        {"pooling_mode_cls_token": True, "pooling_mode_lasttoken": True},
+        {"pooling_mode_mean_tokens": False},
+    ):
+        (tmp_path / "1_Pooling/config.json").write_text(json.dumps(stored))
+        with pytest.raises(ValueError, match="pooled by the mean or from the first token"):
+            pooling_of(tmp_path, model)
+    for stored in ({"pooling_mode": ["cls"]}, {"pooling_mode_cls_token": True, "include_prompt": True}):
+        (tmp_path / "1_Pooling/config.json").write_text(json.dumps(stored))
+        assert pooling_of(tmp_path, model) == "first"
     dense = [{"type": "sentence_transformers.models.Transformer"}, {"type": "sentence_transformers.models.Dense"}]
     (tmp_path / "modules.json").write_text(json.dumps(dense))
     with pytest.raises(ValueError, match=r"pooled and normed tokens, got .* with sentence_transformers\.models\.Dense"):
         pooling_of(tmp_path, model)
 
 
+def test_without_a_connection_the_pooling_of_a_model_on_the_hub_is_not_guessed(tmp_path, monkeypatch):
+    def download(checkpoint, name):
+        raise fault("nothing there")
+
+    monkeypatch.setattr("lengthwise.evaluate.retrieval.hf_hub_download", download)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    model, fault = loud_encoder("alibi"), EntryNotFoundError
+    assert pooling_of("someone/model", model) == "mean", "the hub does not have the file"
+    fault = LocalEntryNotFoundError
+    with pytest.raises(LoadError, match="got no connection to ask someone/model for it"):
+        pooling_of("someone/model", model)
+
+
 def test_sets_that_nothing_can_be_retrieved_from_are_named(tmp_path):
     documents = [Document("a", "text")]
     with pytest.raises(RetrievalError, match="every query must have a relevant document, got 'what' without one"):
-        RetrievalSet("set", ["what"], documents, [frozenset()], ["g"])
+        RetrievalSet("set", ["what"], documents, [{}], ["g"])
     with pytest.raises(RetrievalError, match="0 queries and 1 documents"):
         RetrievalSet("set", [], documents, [], [])
-    empty = RetrievalSet("set", ["what"], [Document("a", "")], [frozenset({0})], ["g"])
+    empty = RetrievalSet("set", ["what"], [Document("a", "")], [{0: 1}], ["g"])
     with pytest.raises(RetrievalError, match="a document at every length, got set with none at 16"):
         EncodedSet(empty, mask_tokenizer()).documents(16)
     with pytest.raises(RetrievalError, match=r"must be 'stdlib' or a folder with corpus.jsonl"):
@@ -168,7 +279,7 @@ def test_a_folder_as_beir_has_it_is_a_set(tmp_path):
     (tmp_path / "qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\nq1\td2\t1\nq1\td1\t0\n")
     found = retrieval_set(str(tmp_path))
     assert found.queries == ["who sails"]
-    assert found.relevant == [frozenset({1})]
+    assert found.relevant == [{1: 1}]
     assert found.documents[0].text == "Crows\nThey fly."
     (tmp_path / "qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\nq1\td9\t1\n")
     with pytest.raises(RetrievalError, match="got 'd9'"):
@@ -179,6 +290,23 @@ def test_a_folder_as_beir_has_it_is_a_set(tmp_path):
     (tmp_path / "corpus.jsonl").write_text('{"_id": "d1"}\n')
     with pytest.raises(RetrievalError, match="one JSON object with _id and text a line, got another in line 1"):
         retrieval_set(str(tmp_path))
+
+
+def test_grades_are_kept_and_queries_without_an_answer_are_left_out_and_counted(tmp_path):
+    rows = [{"_id": "q1", "text": "w8 w8"}, {"_id": "d2", "text": "w8 w9"}, {"_id": "d3", "text": "w5"}]
+    (tmp_path / "corpus.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    queries = [{"_id": "q1", "text": "w8"}, {"_id": "q2", "text": "w5"}]
+    (tmp_path / "queries.jsonl").write_text("\n".join(map(json.dumps, queries)))
+    (tmp_path / "qrels").mkdir()
+    (tmp_path / "qrels/test.tsv").write_text("q\td\ts\nq1\td2\t2\nq1\td3\t1\nq2\td3\t0\n")
+    corpus = retrieval_set(str(tmp_path))
+    assert (corpus.queries, corpus.relevant) == (["w8"], [{1: 2, 2: 1}])
+    texts = EncodedSet(corpus, mask_tokenizer())
+    table = RetrievalTable([*score_bm25(texts, [16]), *score_retrieval(loaded("alibi"), texts, [16])])
+    assert table.notes()[1:] == ["1 judged queries left out: no document answers them"]
+    assert table.value("BM25", 16) == 1, "the document that is the query itself is not ranked"
+    (tmp_path / "qrels/test.tsv").write_text("q\td\ts\nq1\tq1\t1\n")
+    assert retrieval_set(str(tmp_path)).own == {}, "one that answers it is"
 
 
 def made_corpus(length: int = 400) -> Corpus:
@@ -212,6 +340,50 @@ def test_pseudo_perplexity_is_of_the_same_masked_tokens_at_every_length():
         score_masked_lengths(model, corpus, [500], mask=2, name="x")
 
 
+def test_windows_of_an_encoder_begin_and_end_as_its_texts_do_and_special_tokens_are_not_predicted():
+    corpus, (centres, span) = made_corpus(), masked_places(400, [16, 32], 6)
+    places = centres[:, None] + np.arange(-(span // 2), span - span // 2, EVERY)
+    corpus.tokens[places[0, 0]] = 3
+    corpus.tokens[places[1:]] = np.maximum(corpus.tokens[places[1:]], 4)
+    corpus.tokens[places[0, 1:]] = np.maximum(corpus.tokens[places[0, 1:]], 4)
+    model, total = loud_encoder("alibi"), 0.0
+    options = {"mask": 2, "name": "x", "windows": 6, "around": ([3], [5, 6]), "special": [2, 3]}
+    scores = score_masked_lengths(model, corpus, [16, 32], **options)
+    for number, (centre, own) in enumerate(zip(centres, places, strict=True)):
+        own, begin = own[1:] if number == 0 else own, centre - 16
+        ids = torch.from_numpy(corpus.tokens[begin : begin + 32]).clone()[None]
+        wanted = ids[0, own - begin]
+        ids[0, 0], ids[0, -2], ids[0, -1] = 3, 5, 6
+        ids[0, own - begin] = 2
+        with torch.no_grad():
+            logp = model(ids).logits[0, own - begin].log_softmax(-1)
+        total -= float(logp.gather(1, wanted[:, None]).sum())
+    assert scores[1].scored == scores[0].scored == places.size - 1
+    assert scores[1].loss == pytest.approx(total / (places.size - 1), rel=1e-5)
+    with pytest.raises(ValueError, match="tokens to predict, got special tokens alone"):
+        score_masked_lengths(model, corpus, [16], **options | {"special": list(range(100))})
+
+
+def test_the_command_reads_an_encoder_s_own_tokens_around_every_window(tmp_path, monkeypatch):
+    share_kernel(tmp_path / "cache")
+    folder = saved_encoder(tmp_path / "encoder")
+    tokenizer = mask_tokenizer()
+    tokenizer.add_special_tokens({"cls_token": "w3", "sep_token": "w4"})
+    ends = {"special_tokens": [("w3", 3), ("w4", 4)]}
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="w3 $A w4", pair="w3 $A w4 $B w4", **ends)
+    tokenizer.save_pretrained(folder)
+    windows = []
+    inner = masked.masked_token_losses
+    monkeypatch.setattr(
+        masked, "masked_token_losses", lambda model, read, *rest: windows.append(read) or inner(model, read, *rest)
+    )
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{5 + n * n % 85}" for n in range(6000)))
+    main(["evaluate", folder, "--text", str(text), "--lengths", "16", "--windows", "4"])
+    assert (windows[0][:, 0] == 3).all()
+    assert (windows[0][:, -1] == 4).all()
+
+
 def saved_encoder(folder) -> str:
     tokenizer = mask_tokenizer()
     loud_encoder("alibi").save_pretrained(folder)
@@ -230,11 +402,29 @@ def test_the_command_measures_retrieval_and_pseudo_perplexity(tmp_path, capsys, 
     assert (tmp_path / "out/retrieval.csv").is_file()
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"w{3 + n * n % 90}" for n in range(6000)))
-    main(["evaluate", folder, "--text", str(text), "--lengths", "16", "32", "--windows", "4"])
+    words = ["evaluate", folder, "--text", str(text), "--lengths", "16", "32", "--windows", "4"]
+    main([*words, "--out", str(tmp_path / "masked")])
     assert "fair, masked: the same" in capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "masked").glob("*.png")} == {"lengths.png"}, "an encoder has no places"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tasks", "copy"], "--tasks: for models that predict the next token"),
+        (["--protocol", "paper", "--stride", "8"], "--protocol, --stride: for models that predict the next token"),
+        (["--chunk", "8"], "--chunk: for models"),
+        (["--by-position"], "--by-position: for models"),
+        (["--stretch", "yarn:2"], "--stretch, --tasks: for models"),
+        (["--retrieval"], "--retrieval takes --lengths and --retrieval-set, got --text, --windows too"),
+    ],
+)
+def test_options_that_would_change_nothing_of_an_encoder_are_refused(tmp_path, capsys, words, message):
+    folder, text = saved_encoder(tmp_path / "encoder"), tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{3 + n * n % 90}" for n in range(600)))
     with pytest.raises(SystemExit):
-        main(["evaluate", folder, "--text", str(text), "--lengths", "16", "--tasks", "copy"])
-    assert "tasks are for models that predict the next token" in capsys.readouterr().err
+        main(["evaluate", folder, "--text", str(text), "--lengths", "16", "--windows", "4", *words])
+    assert message in capsys.readouterr().err
 
 
 def test_a_masked_model_without_a_mask_token_is_refused(tmp_path, capsys):
@@ -291,5 +481,5 @@ def test_the_recipe_for_the_hub_s_data_writes_what_training_and_retrieval_read(t
     assert [(p.query, p.positive.text, *(n.text for n in p.negatives)) for p in pairs[:1]] == [("q0", "p0", "n0")]
     assert len(pairs) == 50
     corpus = retrieval_set(str(tmp_path / "data/mldr-en"))
-    assert (corpus.name, corpus.queries, corpus.relevant) == ("mldr-en", ["who sails?"], [frozenset({1})])
+    assert (corpus.name, corpus.queries, corpus.relevant) == ("mldr-en", ["who sails?"], [{1: 1}])
     assert [document.text for document in corpus.documents] == ["Crows fly.", "Ships sail."]

@@ -38,11 +38,18 @@ def test_seeds_that_differ_widen_the_interval():
     assert apart.high - apart.low > 2 * (alike.high - alike.low)
 
 
-def test_the_same_seed_gives_the_same_interval_and_one_document_gives_a_point():
+def test_the_same_seed_gives_the_same_interval():
     sums = [draw(np.random.default_rng(3))]
     assert bootstrap(sums) == bootstrap(sums)
-    low, high = bootstrap([(np.array([10.0]), np.array([5.0]))])
-    assert low == high == 2.0
+
+
+def test_one_document_has_no_interval():
+    one, other = (np.array([10.0]), np.array([5.0])), (np.array([5.0]), np.array([5.0]))
+    assert np.isnan(bootstrap([one])).all()
+    assert bootstrap([one]).text("{:.1f}".format) == "-"
+    value, interval = paired_difference([one], [other])
+    assert value == 1.0
+    assert np.isnan(interval).all()
 
 
 def test_different_tokens_are_not_paired():

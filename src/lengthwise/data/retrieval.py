@@ -6,8 +6,8 @@
 
 Modules of the standard library are cut into parts of about 3,000 characters, each a document. A docstring of a part,
 its first paragraph, is a query; the whole docstring is cut out of the part, or it would be string matching. Queries
-whose words stand anywhere else in the set are left out. The split is that of the text: a model that was trained on
-"stdlib" has seen nothing of the held-out parts.
+whose words stand anywhere else in the set, or in the text to train on, are left out. The split is that of the text: a
+model that was trained on "stdlib" has seen nothing of the held-out parts.
 
 At a length every document of "stdlib" has exactly that many tokens: those around the place of its docstring, and where
 the part is shorter, filler that says nothing, before and after it by a share that the document's name decides. Other
@@ -20,7 +20,7 @@ import inspect
 import json
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lengthwise.data.sources import TOPICS, Split, StdlibSource, held_out_row, read_text
+from lengthwise.data.sources import HELD_OUT, TOPICS, Split, StdlibSource, read_text
 from lengthwise.data.tokenizers import encode, encode_with_offsets, surrounding_tokens
 from lengthwise.errors import UserError
 
@@ -74,13 +74,16 @@ class TextEncoder:
         self.tokenizer = tokenizer
         self.padding = int(tokenizer.pad_token_id or 0)
         self._before, self._after = surrounding_tokens(tokenizer)
-        self._around = len(self._before) + len(self._after)
+        self.around = len(self._before) + len(self._after)
         self._filler = np.array(encode(tokenizer, FILLER, add_special_tokens=False), dtype=np.int32)
 
-    def query(self, query: str) -> list[int]:
-        """At most QUERY_TOKENS tokens."""
-        body = encode(self.tokenizer, query, add_special_tokens=False)
-        return [*self._before, *body[: QUERY_TOKENS - self._around], *self._after]
+    def query(self, query: str, length: int = QUERY_TOKENS) -> list[int]:
+        """At most `length` tokens."""
+        return self.cut_query(encode(self.tokenizer, query, add_special_tokens=False), length)
+
+    def cut_query(self, body: list[int], length: int) -> list[int]:
+        """At most `length` tokens of a query's own and those around them."""
+        return [*self._before, *body[: max(0, length - self.around)], *self._after]
 
     def document(self, document: Document, length: int) -> NDArray[np.int32]:
         """At most `length` tokens; exactly as many where the document has a place."""
@@ -97,7 +100,7 @@ class TextEncoder:
 
     def cut(self, document: EncodedDocument, length: int) -> NDArray[np.int32]:
         """A window of a document: from its start, or around its place and grown with filler to the length."""
-        ids, length = document.ids, length - self._around
+        ids, length = document.ids, max(0, length - self.around)
         if document.place is None:
             return self._surrounded(ids[:length])
         first = max(0, min(document.place - length // 2, len(ids) - length))
@@ -110,7 +113,7 @@ class TextEncoder:
         return self._surrounded(window)
 
     def _surrounded(self, body: NDArray[np.int32]) -> NDArray[np.int32]:
-        if not self._around:
+        if not self.around:
             return body  # a view: most sets are cut without a copy
         before, after = (np.array(ids, dtype=np.int32) for ids in (self._before, self._after))
         return np.concatenate([before, body, after])
@@ -130,14 +133,18 @@ def padded(
 
 @dataclass(frozen=True)
 class RetrievalSet:
-    """Queries and documents; `relevant` has the numbers of the documents that answer each query."""
+    """Queries and documents; `relevant` has the grade of every document, by its number, that answers a query."""
 
     name: str
     queries: list[str]
     documents: list[Document]
-    relevant: list[frozenset[int]]
+    relevant: list[dict[int, int]]
     groups: list[str]
     """What each query belongs to: queries of one group are alike, and are resampled together."""
+    own: dict[int, int] = field(default_factory=dict)
+    """The document that is a query itself, which is not ranked for it: both by number."""
+    left_out: int = 0
+    """Judged queries that no document answers."""
 
     def __post_init__(self) -> None:
         if not self.documents or not self.queries:
@@ -146,7 +153,7 @@ class RetrievalSet:
                 f"{len(self.documents)} documents in {self.name}"
             )
         for query, answers in zip(self.queries, self.relevant, strict=True):
-            if not answers:
+            if not answers or min(answers.values()) < 1:
                 raise RetrievalError(f"every query must have a relevant document, got {query[:60]!r} without one")
 
 
@@ -155,8 +162,19 @@ class EncodedSet:
 
     def __init__(self, corpus: RetrievalSet, tokenizer: PreTrainedTokenizerBase) -> None:
         self.corpus, self.encoder = corpus, TextEncoder(tokenizer)
-        self.queries = [self.encoder.query(query) for query in corpus.queries]
+        self._queries = [encode(tokenizer, query, add_special_tokens=False) for query in corpus.queries]
         self._documents = [self.encoder.encode(document) for document in corpus.documents]
+
+    def queries(self, length: int = QUERY_TOKENS) -> list[list[int]]:
+        """The tokens of every query, at most `length`."""
+        return [self.encoder.cut_query(query, length) for query in self._queries]
+
+    def notes(self, length: int = QUERY_TOKENS) -> list[str]:
+        """What a reader of a score must know of the queries."""
+        cut = sum(len(query) + self.encoder.around > length for query in self._queries)
+        notes = [f"{cut:,} of {len(self._queries):,} queries cut to {length} tokens"] if cut else []
+        left_out = self.corpus.left_out
+        return notes + ([f"{left_out:,} judged queries left out: no document answers them"] if left_out else [])
 
     def documents(self, length: int) -> list[NDArray[np.int32]]:
         """The tokens of every document at a length; an error if none is left."""
@@ -206,8 +224,12 @@ def training_pairs(name: str, split: Split = "train") -> list[Pair]:
     if name == "stdlib":
         pairs = _stdlib_pairs(split)
     elif name.endswith(".jsonl") and Path(name).is_file():
-        every = list(_file_pairs(Path(name)))
-        pairs = [pair for row, pair in enumerate(every) if split == "all" or held_out_row(row) == (split == "held-out")]
+        # By the text of the query: one with several rows is in one split.
+        pairs = [
+            pair
+            for pair in _file_pairs(Path(name))
+            if split == "all" or (_number(pair.query) % HELD_OUT == 0) == (split == "held-out")
+        ]
     else:
         raise RetrievalError(
             f"pairs to train on must be 'stdlib' or a .jsonl file with query, positive and negatives, got {name!r}"
@@ -228,25 +250,30 @@ def pairs_hash(pairs: Sequence[Pair]) -> str:
 
 def _stdlib_set(split: Split) -> RetrievalSet:
     parts = _unique(list(_stdlib_parts(split)))
+    if split == "held-out":
+        parts = _unseen(parts)
     asking = [(number, part) for number, part in enumerate(parts) if part.query is not None]
     return RetrievalSet(
         "stdlib",
         [part.query or "" for _, part in asking],
         [part.document for part in parts],
-        [frozenset({number}) for number, _ in asking],
+        [{number: 1} for number, _ in asking],
         [part.module for _, part in asking],
     )
 
 
 def _stdlib_pairs(split: Split) -> list[Pair]:
-    """Each query with its part; another part of the same module, if there is one, nearly answers it."""
+    """Each query with its part; another part of the same module, if there is one, nearly answers it.
+
+    A query whose words stand in what is left of its part is left out: that would be string matching.
+    """
     modules: dict[str, list[_Part]] = {}
     for part in _stdlib_parts(split):
         modules.setdefault(part.module, []).append(part)
     pairs = []
     for parts in modules.values():
         for number, part in enumerate(parts):
-            if part.query is not None:
+            if part.query is not None and part.query not in " ".join(part.document.text.split()):
                 others = parts[:number] + parts[number + 1 :]
                 near = (others[_number(part.document.name) % len(others)].document,) if others else ()
                 pairs.append(Pair(part.query, part.document, near))
@@ -320,6 +347,16 @@ def _unique(parts: list[_Part]) -> list[_Part]:
     ]
 
 
+def _unseen(parts: list[_Part]) -> list[_Part]:
+    """The parts, without the queries whose words stand in the text to train on."""
+    seen: set[str] = set()
+    queries = [part.query for part in parts if part.query is not None]
+    for text in StdlibSource().documents("train"):
+        words = " ".join(text.split())
+        seen.update(query for query in queries if query in words)
+    return [_Part(part.module, part.document, None) if part.query in seen else part for part in parts]
+
+
 def _folder_set(folder: Path) -> RetrievalSet:
     documents: list[Document] = []
     numbers: dict[str, int] = {}
@@ -327,7 +364,7 @@ def _folder_set(folder: Path) -> RetrievalSet:
         numbers[str(row["_id"])] = len(documents)
         text = f"{row['title']}\n{row['text']}" if row.get("title") else str(row["text"])
         documents.append(Document(str(row["_id"]), text))
-    answers: dict[str, set[int]] = {}
+    answers: dict[str, dict[int, int]] = {}
     judged = set()
     lines = (folder / "qrels/test.tsv").read_text(encoding="utf-8").rstrip().splitlines()
     for number, line in enumerate(lines[1:], 2):
@@ -341,11 +378,24 @@ def _folder_set(folder: Path) -> RetrievalSet:
         if int(score) > 0:
             if document not in numbers:
                 raise RetrievalError(f"qrels must name documents of corpus.jsonl, got {document!r} in {folder}")
-            answers.setdefault(query, set()).add(numbers[document])
-    queries = [row for row in _rows(folder / "queries.jsonl", "_id", "text") if str(row["_id"]) in judged]
-    names = [str(row["_id"]) for row in queries]
-    relevant = [frozenset(answers.get(name, ())) for name in names]
-    return RetrievalSet(folder.name, [str(row["text"]) for row in queries], documents, relevant, names)
+            answers.setdefault(query, {})[numbers[document]] = int(score)
+    queries = {
+        str(row["_id"]): str(row["text"])
+        for row in _rows(folder / "queries.jsonl", "_id", "text")
+        if str(row["_id"]) in judged
+    }
+    names = [name for name in queries if name in answers]
+    return RetrievalSet(
+        folder.name,
+        [queries[name] for name in names],
+        documents,
+        [answers[name] for name in names],
+        names,
+        own={
+            i: numbers[name] for i, name in enumerate(names) if name in numbers and numbers[name] not in answers[name]
+        },
+        left_out=len(queries) - len(names),
+    )
 
 
 def _file_pairs(path: Path) -> Iterator[Pair]:
@@ -381,4 +431,4 @@ def _rows(path: Path, *fields: str) -> Iterator[dict[str, Any]]:
 
 def _number(name: str) -> int:
     """A number that a name decides, the same everywhere."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
+    return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big")

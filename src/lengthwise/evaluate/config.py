@@ -1,6 +1,7 @@
 """What is measured of every model. torch is not loaded here: the command line is made from these fields."""
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,6 +48,10 @@ class EvalConfig:
     retrieval_set: str = option(
         "stdlib", "stdlib, or a folder with corpus.jsonl, queries.jsonl and qrels/test.tsv as BEIR's"
     )
+
+    def changed(self, names: Iterable[str]) -> list[str]:
+        """Those of these options that are not at their defaults, as they are written."""
+        return [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) != getattr(EvalConfig(), name)]
 
     def resolved(
         self, *, lengths: list[int] | None = None, text: str = "stdlib", windows: int = 256

@@ -1,7 +1,8 @@
 """Pseudo-perplexity of masked tokens against the length that an encoder reads, on the same tokens at every length.
 
 At each of some places in the text, tokens of a short span are masked, one in seven as in training, and predicted from a
-window around them. The span and its masks are the same at every length; only the context grows, to both sides. A
+window around them. The span and its masks are the same at every length; only the context grows, to both sides. A window
+begins and ends as the tokenizer begins and ends a text, and special tokens are not predicted. A
 pseudo-perplexity is exp of the mean loss: it compares lengths and models, and is not a perplexity of the text.
 """
 
@@ -39,8 +40,14 @@ def score_masked_lengths(
     name: str,
     tokenizer: str = "",
     windows: int = 256,
+    around: tuple[list[int], list[int]] = ([], []),
+    special: Sequence[int] = (),
 ) -> list[Score]:
-    """One score per length; for a length that the model or the machine cannot take the score has the reason."""
+    """One score per length; for a length that the model or the machine cannot take the score has the reason.
+
+    `around` are the tokens that the tokenizer puts before and after a text, which stand at the ends of every window in
+    the place of its own; `special` are tokens that are not predicted.
+    """
     lengths = checked_lengths(lengths)
     check_int("windows", windows)
     if len(corpus) < lengths[-1]:
@@ -51,18 +58,22 @@ def score_masked_lengths(
     model.eval()
     centres, span = masked_places(len(corpus), lengths, windows)
     targets = (centres[:, None] + np.arange(-(span // 2), span - span // 2, EVERY)[None]).astype(np.int64)
-    protocol = f"fair, masked: the same {targets.size:,} tokens at every length, in the middle of their context"
+    predicted = ~np.isin(corpus.tokens[targets], special)
+    if not predicted.any():
+        raise ValueError("the text must have tokens to predict, got special tokens alone")
+    count = int(predicted.sum())
+    protocol = f"fair, masked: the same {count:,} tokens at every length, in the middle of their context"
     scores = []
     for length in lengths:
         began = time.perf_counter()
         try:
             check_length(model, length)
             _check_memory(model, length)
-            losses = _masked_losses(model, corpus, centres, targets, length, mask)
+            losses = _masked_losses(model, corpus, centres, targets, predicted, length, mask, around)
         except (PositionError, MemoryError) as error:
             scores.append(Score(name, length, protocol, corpus.source, tokenizer, refused=str(error)))
             continue
-        places = targets.ravel()
+        places = targets[predicted]
         documents, which = np.unique(corpus.document[places], return_inverse=True)
         scores.append(
             Score(
@@ -73,7 +84,7 @@ def score_masked_lengths(
                 tokenizer=tokenizer,
                 targets=hashlib.sha256(corpus.tokens[places].tobytes() + places.tobytes()).hexdigest()[:16],
                 documents=documents.tolist(),
-                nats=np.bincount(which, weights=losses.ravel()).tolist(),
+                nats=np.bincount(which, weights=losses[predicted]).tolist(),
                 tokens=np.bincount(which).tolist(),
                 bytes=np.bincount(which, weights=corpus.size[places]).astype(int).tolist(),
                 seconds=time.perf_counter() - began,
@@ -96,18 +107,34 @@ def _masked_losses(
     corpus: Corpus,
     centres: NDArray[np.int64],
     targets: NDArray[np.int64],
+    predicted: NDArray[np.bool_],
     length: int,
     mask: int,
+    around: tuple[list[int], list[int]],
 ) -> NDArray[np.float64]:
-    """The loss of every target, (window, target)."""
+    """The loss of every target, (window, target); what is not predicted is not masked."""
     at_once, losses = max(1, BATCH_TOKENS // length), []
     for first in range(0, len(centres), at_once):
         begins = centres[first : first + at_once] - length // 2
-        ids = torch.from_numpy(np.stack([corpus.tokens[b : b + length] for b in begins]))
+        text = torch.from_numpy(np.stack([corpus.tokens[b : b + length] for b in begins]))
         inside = torch.from_numpy(targets[first : first + at_once] - begins[:, None])
-        labels = ids.gather(1, inside)
-        losses.append(masked_token_losses(model, ids.scatter(1, inside, mask), inside, labels).double().cpu().numpy())
+        masked = torch.from_numpy(predicted[first : first + at_once])
+        labels = text.gather(1, inside)
+        read = _surrounded(text, around).scatter(1, inside, labels.masked_fill(masked, mask))
+        losses.append(masked_token_losses(model, read, inside, labels).double().cpu().numpy())
     return np.concatenate(losses)
+
+
+def _surrounded(ids: Tensor, around: tuple[list[int], list[int]]) -> Tensor:
+    """Windows with these tokens at their ends; too short for them, as they are."""
+    before, after = (torch.tensor(tokens, dtype=ids.dtype) for tokens in around)
+    length = ids.shape[1]
+    if len(before) + len(after) > length:
+        return ids
+    ids = ids.clone()
+    ids[:, : len(before)] = before
+    ids[:, length - len(after) :] = after
+    return ids
 
 
 def masked_token_losses(model: PreTrainedModel, read: Tensor, places: Tensor, labels: Tensor) -> Tensor:

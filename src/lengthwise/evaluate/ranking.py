@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,18 +47,27 @@ def _words(text: str) -> list[str]:
     return re.findall(r"[a-z]+|\d+", text.lower())
 
 
-def rank_metrics(scores: NDArray[np.float64], relevant: Sequence[frozenset[int]]) -> dict[RankMetric, list[float]]:
-    """nDCG, recall and the reciprocal rank of every query within the first ten; of equal scores the first counts.
+def rank_metrics(scores: NDArray[np.float64], relevant: Sequence[Mapping[int, int]]) -> dict[RankMetric, list[float]]:
+    """nDCG, recall and the reciprocal rank of every query within the first ten, of the grades of its documents.
 
-    >>> rank_metrics(np.array([[0.1, 0.9, 0.5]]), [frozenset({2})])["mrr"]
+    nDCG is the sum of grades over the logarithms of their ranks, divided by that of the best order (Jarvelin and
+    Kekalainen 2002); for recall and the reciprocal rank any grade counts alike.
+
+    Among equal scores a relevant document comes last: a ranking that tells nothing apart gets nothing for it, whatever
+    the order of the documents.
+
+    >>> rank_metrics(np.array([[0.1, 0.9, 0.5]]), [{2: 1}])["mrr"]
     [0.5]
     """
     values: dict[RankMetric, list[float]] = {"ndcg": [], "recall": [], "mrr": []}
-    gains = 1 / np.log2(np.arange(2, DEPTH + 2))
+    discounts = 1 / np.log2(np.arange(2, DEPTH + 2))
     for row, wanted in zip(scores, relevant, strict=True):
-        best = np.argsort(-row, kind="stable")[:DEPTH]
-        hits = np.array([int(document) in wanted for document in best], dtype=float)
-        values["ndcg"].append(float((hits * gains[: len(hits)]).sum() / gains[: len(wanted)].sum()))
+        grades = np.zeros(len(row))
+        grades[list(wanted)] = list(wanted.values())
+        best = np.sort(grades)[::-1][:DEPTH]
+        ranked = grades[np.lexsort((grades, -row))[:DEPTH]]
+        hits = ranked > 0
+        values["ndcg"].append(float(ranked @ discounts[: len(ranked)] / (best @ discounts[: len(best)])))
         values["recall"].append(float(hits.sum() / len(wanted)))
         values["mrr"].append(float(1 / (1 + hits.argmax())) if hits.any() else 0.0)
     return values

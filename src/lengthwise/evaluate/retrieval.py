@@ -8,6 +8,7 @@ the text, not to positions.
 A model by sentence-transformers is pooled as its 1_Pooling says, one of ours as its config, any other by the mean.
 """
 
+import dataclasses
 import json
 import time
 from collections.abc import Sequence
@@ -17,13 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.hub import cached_file
 
-from lengthwise.data.retrieval import EncodedSet, RetrievalSet, padded, retrieval_set
+from lengthwise.data.retrieval import QUERY_TOKENS, EncodedSet, RetrievalSet, padded, retrieval_set
 from lengthwise.encodings import PositionError
 from lengthwise.evaluate.config import EvalConfig
 from lengthwise.evaluate.losses import checked_lengths
@@ -33,7 +35,7 @@ from lengthwise.evaluate.retrieval_table import BM25, RetrievalScore, RetrievalT
 from lengthwise.evaluate.run import split_names
 from lengthwise.loading import LoadedModel, LoadError, load_model, resolve_checkpoint, tokenizer_id
 from lengthwise.model.encoder import pool_tokens
-from lengthwise.model.families import check_length
+from lengthwise.model.families import check_length, max_length
 
 KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
 """Parts of a model of sentence-transformers that our vectors have too."""
@@ -43,6 +45,9 @@ def evaluate_retrieval(
     sources: Sequence[str], config: EvalConfig, *, device: str = "auto", trust_remote_code: bool = False
 ) -> RetrievalTable:
     """Every model and BM25 on one set at every length."""
+    others = {field.name for field in dataclasses.fields(EvalConfig)} - {"lengths", "retrieval", "retrieval_set"}
+    if ignored := config.changed(sorted(others)):
+        raise ValueError(f"--retrieval takes --lengths and --retrieval-set, got {', '.join(ignored)} too")
     resolved = config.resolved()
     named = split_names(sources)
     sets = EncodedSets(resolved.retrieval_set)
@@ -91,31 +96,40 @@ def pooling_of(source: str | Path, model: PreTrainedModel) -> str:
     stored = _sentence_file(source, "1_Pooling/config.json")
     if stored is None:
         return getattr(model.config, "pooling", "mean")
-    mode = stored.get("pooling_mode")
-    modes = [mode] if isinstance(mode, str) else [key for key, on in stored.items() if on is True]
+    mode = stored.get("pooling_mode", [key for key, on in stored.items() if key.startswith("pooling_mode_") and on])
+    modes = [mode] if isinstance(mode, str) else mode
     known = {"cls": "first", "mean": "mean", "pooling_mode_cls_token": "first", "pooling_mode_mean_tokens": "mean"}
-    chosen = [known[key] for key in modes if key in known]
-    if len(chosen) != 1:
+    if len(modes) != 1 or modes[0] not in known:
         raise LoadError(f"vectors must be pooled by the mean or from the first token, got {source} with {modes}")
-    return chosen[0]
+    return known[modes[0]]
 
 
 def _sentence_file(source: str | Path, name: str) -> Any:
     """The content of one of sentence-transformers' files in a folder or on the hub; None if it is not there."""
-    path = cached_file(
-        str(resolve_checkpoint(source)),
-        name,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    return None if path is None else json.loads(Path(path).read_text())
+    checkpoint = resolve_checkpoint(source)
+    path = Path(checkpoint) / name
+    if not Path(checkpoint).is_dir():
+        try:
+            path = Path(hf_hub_download(checkpoint, name))
+        except LocalEntryNotFoundError:  # no connection; a file that the hub does not have may be known from before
+            if try_to_load_from_cache(checkpoint, name) is not _CACHED_NO_EXIST:
+                raise LoadError(
+                    f"{name} says how vectors are pooled, got no connection to ask {source} for it"
+                ) from None
+        except EntryNotFoundError:
+            return None
+    return json.loads(path.read_text()) if path.is_file() else None
 
 
 def score_retrieval(
     loaded: LoadedModel, texts: EncodedSet, lengths: Sequence[int], *, pooling: str = "mean"
 ) -> list[RetrievalScore]:
-    """One score per length; for a length that the model cannot take the score has the reason."""
+    """One score per length; for a length that the model cannot take the score has the reason.
+
+    Queries are cut where the model's positions end, if that is before QUERY_TOKENS.
+    """
     model, padding, scores = loaded.model.eval(), texts.encoder.padding, []
+    query_length = min(QUERY_TOKENS, max_length(model) or QUERY_TOKENS)
     query_vectors: Tensor | None = None
     for length in checked_lengths(lengths):
         began = time.perf_counter()
@@ -123,24 +137,31 @@ def score_retrieval(
         try:
             check_length(model, length)
             if query_vectors is None:
-                query_vectors = text_vectors(model, texts.queries, padding=padding, pooling=pooling)
+                query_vectors = text_vectors(model, texts.queries(query_length), padding=padding, pooling=pooling)
             vectors = text_vectors(model, documents, padding=padding, pooling=pooling)
         except PositionError as error:
             scores.append(_refused(loaded.name, length, texts.corpus, str(error)))
             continue
         cosines = (query_vectors @ vectors.T).double().cpu().numpy()
-        scores.append(_scored(loaded.name, length, texts.corpus, cosines, time.perf_counter() - began))
+        if not np.isfinite(cosines).all():
+            scores.append(_refused(loaded.name, length, texts.corpus, f"vectors are not finite at {length:,} tokens"))
+            continue
+        notes = texts.notes(query_length)
+        scores.append(_scored(loaded.name, length, texts.corpus, cosines, notes, time.perf_counter() - began))
     return scores
 
 
 def score_bm25(texts: EncodedSet, lengths: Sequence[int]) -> list[RetrievalScore]:
-    """The same queries and documents, ranked by their words."""
-    corpus, tokenizer, scores = texts.corpus, texts.encoder.tokenizer, []
+    """The same queries and documents, cut as for the models, ranked by their words."""
+
+    def decoded(ids: list[int]) -> str:
+        return str(texts.encoder.tokenizer.decode(ids, skip_special_tokens=True))
+
+    queries, scores = [decoded(ids) for ids in texts.queries()], []
     for length in checked_lengths(lengths):
         began = time.perf_counter()
-        decoded = (str(tokenizer.decode(ids.tolist(), skip_special_tokens=True)) for ids in texts.documents(length))
-        ranked = bm25(corpus.queries, decoded)
-        scores.append(_scored(BM25, length, corpus, ranked, time.perf_counter() - began))
+        ranked = bm25(queries, (decoded(ids.tolist()) for ids in texts.documents(length)))
+        scores.append(_scored(BM25, length, texts.corpus, ranked, texts.notes(), time.perf_counter() - began))
     return scores
 
 
@@ -165,12 +186,13 @@ def text_vectors(
 
 
 def _scored(
-    name: str, length: int, corpus: RetrievalSet, scores: NDArray[np.float64], seconds: float
+    name: str, length: int, corpus: RetrievalSet, scores: NDArray[np.float64], notes: list[str], seconds: float
 ) -> RetrievalScore:
+    scores[[*corpus.own], [*corpus.own.values()]] = -np.inf
     ranks = rank_metrics(scores, corpus.relevant)
     ndcg, recall, mrr = ranks["ndcg"], ranks["recall"], ranks["mrr"]
     groups, documents = list(corpus.groups), len(corpus.documents)
-    return RetrievalScore(name, length, corpus.name, documents, groups, ndcg, recall, mrr, seconds)
+    return RetrievalScore(name, length, corpus.name, documents, groups, ndcg, recall, mrr, seconds, notes)
 
 
 def _refused(name: str, length: int, corpus: RetrievalSet, reason: str) -> RetrievalScore:

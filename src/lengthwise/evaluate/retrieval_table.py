@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lengthwise.evaluate.statistics import Interval, Sums, bootstrap, paired_difference
+from lengthwise.evaluate.statistics import Interval, Sums, bootstrap, paired_difference, t_interval
 from lengthwise.evaluate.table import aligned, markdown
 from lengthwise.files import write_atomic
 
@@ -38,6 +38,8 @@ class RetrievalScore:
     recall: list[float] = field(default_factory=list)
     mrr: list[float] = field(default_factory=list)
     seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
+    """What a reader must know of the queries, such as how many were cut."""
     refused: str | None = None
     """Why there is no measurement, if there is none."""
 
@@ -58,16 +60,22 @@ def as_scores(stored: Sequence[dict[str, Any]]) -> list[RetrievalScore]:
 
 
 class RetrievalTable:
-    """Rows by name, or of several seeds by what `rows` calls them; columns by length."""
+    """Rows by name, columns by length.
 
-    def __init__(self, scores: Sequence[RetrievalScore], *, rows: dict[str, str] | None = None) -> None:
+    An interval of several seeds is by Student's t over them, on these queries; of one score it is over queries.
+    """
+
+    def __init__(self, scores: Sequence[RetrievalScore], *, rows: Mapping[str, tuple[str, int]] | None = None) -> None:
+        """`rows` gives the row and the seed of a name where several are seeds of one; else each has its own row."""
         if not scores:
             raise ValueError("a table needs at least one score, got none")
         self.scores = list(scores)
         self.lengths = sorted({score.length for score in scores})
         self._cells: dict[tuple[str, int], list[RetrievalScore]] = {}
+        self._seeds: dict[str, int | None] = {}
         for score in scores:
-            self._cells.setdefault(((rows or {}).get(score.name, score.name), score.length), []).append(score)
+            row, self._seeds[score.name] = (rows or {}).get(score.name, (score.name, None))
+            self._cells.setdefault((row, score.length), []).append(score)
         self.names = list(dict.fromkeys(name for name, _ in self._cells))
 
     def seeds(self, name: str, length: int) -> list[RetrievalScore]:
@@ -80,8 +88,11 @@ class RetrievalTable:
         return float(np.mean([score.value(metric) for score in seeds])) if seeds else math.nan
 
     def interval(self, name: str, length: int, metric: RankMetric = "ndcg") -> Interval:
-        """Where the value lies in 95 of 100 resamplings of groups of queries and of seeds."""
-        return bootstrap([score.sums(metric) for score in self.seeds(name, length)])
+        """Of several seeds by Student's t; of one, where it lies in 95 of 100 resamplings of groups of queries."""
+        seeds = self.seeds(name, length)
+        if len(seeds) > 1:
+            return t_interval([score.value(metric) for score in seeds])
+        return bootstrap([score.sums(metric) for score in seeds])
 
     def change(self, name: str, length: int, since: int, metric: RankMetric = "ndcg") -> tuple[float, Interval]:
         """How much more it is at a length than at another, for the same queries."""
@@ -96,7 +107,20 @@ class RetrievalTable:
     ) -> tuple[float, Interval]:
         if not first or not second or any(score.groups != first[0].groups for score in (*first, *second)):
             raise ValueError("a paired difference needs the same queries in both; measure both in one call")
-        return paired_difference(*([score.sums(metric) for score in scores] for scores in (first, second)))
+        # What has no seed, such as BM25, is set against every seed.
+        pairs = [
+            (one, other)
+            for one in first
+            for other in second
+            if self._seeds[one.name] == self._seeds[other.name]
+            or None in (self._seeds[one.name], self._seeds[other.name])
+        ]
+        if not pairs:
+            raise ValueError("a paired difference needs a seed that both have, got none")
+        if len(pairs) == 1:
+            return paired_difference(*([score.sums(metric)] for score in pairs[0]))
+        differences = [one.value(metric) - other.value(metric) for one, other in pairs]
+        return float(np.mean(differences)), t_interval(differences)
 
     def rows(self, metric: RankMetric = "ndcg") -> list[list[str]]:
         """A heading and a line a model: the value and its interval."""
@@ -104,8 +128,8 @@ class RetrievalTable:
         def cell(name: str, length: int) -> str:
             if not self.seeds(name, length):
                 return "-"
-            low, high = self.interval(name, length, metric)
-            return f"{self.value(name, length, metric):.3f} ({low:.3f} to {high:.3f})"
+            interval = self.interval(name, length, metric)
+            return f"{self.value(name, length, metric):.3f} ({interval.text('{:.3f}'.format)})"
 
         head = [RANK_METRICS[metric], *(f"{length:,}" for length in self.lengths)]
         return [head, *([name, *(cell(name, n) for n in self.lengths)] for name in self.names)]
@@ -138,9 +162,21 @@ class RetrievalTable:
         first = next((score for score in self.scores if not score.refused), self.scores[0])
         notes = [
             f"{first.set_name}: {len(first.ndcg):,} queries, {first.documents:,} documents, the same at every length; "
-            "95 % intervals"
+            f"{self._interval_note()}"
         ]
+        measured = [score for score in self.scores if not score.refused]
+        for note in dict.fromkeys(note for score in measured for note in score.notes):
+            having = dict.fromkeys(score.name for score in measured if note in score.notes)
+            every = len(having) == len({score.name for score in measured})
+            notes.append(note if every else f"{', '.join(having)}: {note}")
         return notes + [f"{s.name} at {s.length:,}: {s.refused}" for s in self.scores if s.refused]
+
+    def _interval_note(self) -> str:
+        if all(len(scores) == 1 for scores in self._cells.values()):
+            if all(len(set(score.groups)) == 1 for score in self.scores if not score.refused):
+                return "no 95 % intervals: the queries are of one group"
+            return "95 % intervals over groups of queries"
+        return "95 % intervals by Student's t over seeds, of one score over groups of queries"
 
     def text(self) -> str:
         """All metrics, aligned for a terminal, with the notes."""
@@ -185,7 +221,7 @@ def _signed(paired: Callable[..., tuple[float, Interval]], *arguments: str | int
         value, interval = paired(*arguments)
     except ValueError:
         return "-"
-    return f"{value:+.3f} ({interval.low:+.3f} to {interval.high:+.3f})"
+    return f"{value:+.3f} ({interval.text('{:+.3f}'.format)})"
 
 
 def retrieval_figure(table: RetrievalTable, *, train_length: int | None = None) -> "Figure":

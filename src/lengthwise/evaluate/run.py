@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lengthwise.data import documents
+from lengthwise.data.tokenizers import surrounding_tokens
 from lengthwise.encodings.registry import is_encoding
 from lengthwise.evaluate.config import EvalConfig, ResolvedEvalConfig
 from lengthwise.evaluate.corpus import Corpus, read_corpus
@@ -36,6 +37,9 @@ from lengthwise.tasks import find_task
 log = logging.getLogger(__name__)
 CORPUS_TOKENS = 2**20
 """Tokens read of a text, unless the windows need more."""
+
+CAUSAL_OPTIONS = ("protocol", "stride", "chunk", "by_position", "stretch", "tasks")
+"""What changes nothing of an encoder's measurement."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,8 @@ class Evaluation:
     def _draw(self, folder: Path) -> Iterator[Path]:
         from lengthwise.views.style import save_picture
 
-        names = ["lengths.png", "positions.png"]
+        names = ["lengths.png"]
+        names += ["positions.png"] if any(score.positions for score in self.table.scores) else []
         names += ["tasks.png"] if any(score.depth is not None for score in self.tasks) else []
         for name in names:
             try:
@@ -124,7 +129,7 @@ def _with_interval(table: LengthTable, name: str, length: int) -> str:
     cell = table.cell(name, length)
     if cell.refused:
         return "-"
-    return f"{cell} ({format_value(cell.interval.low)} to {format_value(cell.interval.high)})"
+    return f"{cell} ({cell.interval.text(format_value)})"
 
 
 def _share(share: tuple[float, tuple[float, float]] | None) -> str:
@@ -222,8 +227,9 @@ class Measurement:
         self.loaded, self.config, self.tokenizer = loaded, config, loaded.tokenizer
         self.corpus = corpora.read(self.tokenizer)
         self.masked = is_masked_model(loaded.model)
-        if self.masked and config.tasks:
-            raise LoadError(f"tasks are for models that predict the next token, got {loaded.name}, an encoder")
+        if self.masked and (ignored := config.changed(CAUSAL_OPTIONS)):
+            options = ", ".join(ignored)
+            raise LoadError(f"{options}: for models that predict the next token, got {loaded.name}, an encoder")
         self.variants: dict[str, StretchSpec | None] = {loaded.name: None}
         self.variants |= {f"{loaded.name}+{spec.label}": spec for spec in self._ways(specs)}
         self.lengths = self._lengths()
@@ -303,6 +309,8 @@ class Measurement:
             name=self.loaded.name,
             tokenizer=self.loaded.vocabulary,
             windows=self.config.windows,
+            around=surrounding_tokens(self.tokenizer),
+            special=self.tokenizer.all_special_ids,
         )
 
 

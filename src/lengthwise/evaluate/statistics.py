@@ -2,11 +2,12 @@
 
 A measured value is a ratio of sums over documents (nats over tokens, bits over bytes). One resampling draws as many
 documents as there are, with replacement, and as many seeds; the interval is where 95 of 100 resamplings fall. Models
-that were measured on the same tokens are resampled together: what makes a text easy or hard for both cancels.
+that were measured on the same tokens are resampled together: what makes a text easy or hard for both cancels. One
+document says nothing of others: its interval is not known.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,16 +23,25 @@ CONFIDENCE = 0.95
 
 
 class Interval(NamedTuple):
-    """From low to high."""
+    """From low to high; both NaN where it is not known."""
 
     low: float
     high: float
+
+    def text(self, form: Callable[[float], str]) -> str:
+        """Both ends, or "-" where they are not known."""
+        return "-" if math.isnan(self.low) else f"{form(self.low)} to {form(self.high)}"
+
+
+UNKNOWN = Interval(math.nan, math.nan)
 
 
 def bootstrap(
     seeds: Sequence[Sums], *, rounds: int = ROUNDS, confidence: float = CONFIDENCE, seed: int = 0
 ) -> Interval:
     """The interval of the mean over seeds of each one's ratio of sums, all on the same documents."""
+    if len(seeds[0][0]) < 2:
+        return UNKNOWN
     return _interval(_resampled(seeds, rounds=rounds, seed=seed), confidence)
 
 
@@ -43,7 +53,7 @@ def wilson(successes: int, count: int) -> Interval:
     (0.0, 0.278)
     """
     if not count:
-        return Interval(math.nan, math.nan)
+        return UNKNOWN
     share, z = successes / count, 1.96
     middle, spread = (
         share + z * z / (2 * count),
@@ -125,9 +135,12 @@ def paired_difference(
             "a paired difference needs the same scored tokens in both, got other documents or counts; measure both "
             "with the same text, lengths and protocol"
         )
+    difference = float(_mean_ratio(first) - _mean_ratio(second))
+    if sizes == {1}:
+        return difference, UNKNOWN
     # The same seed draws the same documents for both.
     resampled = _resampled(first, rounds=rounds, seed=seed) - _resampled(second, rounds=rounds, seed=seed)
-    return float(_mean_ratio(first) - _mean_ratio(second)), _interval(resampled, confidence)
+    return difference, _interval(resampled, confidence)
 
 
 def _mean_ratio(seeds: Sequence[Sums]) -> float:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from lengthwise.evaluate.score import Score
-from lengthwise.evaluate.statistics import Holds, Interval, bootstrap, holds_to, paired_difference
+from lengthwise.evaluate.statistics import UNKNOWN, Holds, Interval, bootstrap, holds_to, paired_difference
 from lengthwise.files import json_text
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class LengthTable:
         seeds = self.seeds(name, length)
         if not seeds:
             reasons = [score.refused for score in self._by_cell[name].get(length, []) if score.refused]
-            return Cell(math.nan, Interval(math.nan, math.nan), reasons[0] if reasons else "not measured")
+            return Cell(math.nan, UNKNOWN, reasons[0] if reasons else "not measured")
         value = self.mean(name, length, self.metric)
         interval = bootstrap([score.sums(self.metric) for score in seeds])
         if self.metric == "perplexity":
@@ -132,6 +132,15 @@ class LengthTable:
         ]
         if self.metric == "bits_per_byte":
             notes.append("bits per byte only: the models have different tokenizers, and perplexity counts tokens")
+        measured = [score for score in self.scores if not score.refused]
+        if measured and all(len(score.documents) == 1 for score in measured):
+            notes.append("no 95 % intervals: the scored tokens are of one document")
+        most = max(len(self.seeds(name, length)) for name in self.names for length in self.lengths)
+        if most > 1:
+            notes.append(
+                f"the 95 % intervals of values resample documents and {most} seeds, which is narrower than Student's t "
+                "over the seeds"
+            )
         for name in self.names:
             for length in self.lengths:
                 if reason := self.cell(name, length).refused:

@@ -86,7 +86,7 @@ class StudyResults:
     @property
     def retrieval_table(self) -> RetrievalTable | None:
         """Retrieval by encoding and length; None where it was not measured."""
-        rows = {run.name: run.encoding for run in self.later}
+        rows = {run.name: (run.encoding, run.seed) for run in self.later}
         return RetrievalTable(self.retrieval, rows=rows) if self.retrieval else None
 
     @property

@@ -4,11 +4,13 @@
 
 The documents are those of all pairs of the step, so that each pair has the others as its negatives, and hard negatives:
 documents that nearly answer a query. All of them meet, so that each process has its part of a step as one batch, and
-the vectors of the documents of all processes.
+the vectors of the documents of all processes. A document that is word for word the query's own is not its negative, so
+that a hard negative of one pair may be the positive of another.
 
 The final folder has the files by which sentence-transformers loads it too.
 """
 
+import hashlib
 import json
 from collections.abc import Sequence
 from functools import lru_cache
@@ -19,11 +21,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from lengthwise.bias import at_least_float32
-from lengthwise.data.retrieval import Pair, TextEncoder, padded, pairs_hash, training_pairs
+from lengthwise.bias import at_least_float32, without_autocast
+from lengthwise.data.retrieval import QUERY_TOKENS, Pair, TextEncoder, padded, pairs_hash, training_pairs
 from lengthwise.data.tokenizers import with_start_token
 from lengthwise.encodings import Encoding
 from lengthwise.loading import LoadError, load_tokenizer_of, resolve_checkpoint
@@ -52,6 +55,7 @@ class ContrastiveObjective(Objective):
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         self.encoder = TextEncoder(self.tokenizer)
+        self.query_length = QUERY_TOKENS
         self.pairs, self.held_out_pairs = (training_pairs(config.data, split) for split in ("train", "held-out"))
         self.data_hash = pairs_hash(self.pairs)
         self.targets = config.sequences
@@ -65,10 +69,14 @@ class ContrastiveObjective(Objective):
             raise ValueError(
                 f"documents must have at most the encoder's {limit} tokens, got --length {self.config.length}"
             )
+        self.query_length = min(QUERY_TOKENS, limit or QUERY_TOKENS)
         return model
 
     def inputs(self, first: int, count: int) -> Inputs:
-        """Queries and documents as token ids and masks; the first documents are those of the queries, in order."""
+        """Queries and documents as token ids and masks, and the documents' marks.
+
+        The first documents are those of the queries, in order.
+        """
         chosen = []
         for number in range(first, first + count):
             epoch, place = divmod(number, len(self.pairs))
@@ -79,21 +87,30 @@ class ContrastiveObjective(Objective):
         """The inputs of some pairs."""
         documents = [pair.positive for pair in pairs]
         documents += [negative for pair in pairs for negative in pair.negatives[: self.config.hard_negatives]]
-        texts = [self.encoder.query(pair.query) for pair in pairs]
+        texts = [self.encoder.query(pair.query, self.query_length) for pair in pairs]
         bodies = [self.encoder.document(document, self.config.length) for document in documents]
-        return *padded(texts, self.encoder.padding), *padded(bodies, self.encoder.padding)
+        marks = torch.tensor([_mark(body) for body in bodies])
+        return *padded(texts, self.encoder.padding), *padded(bodies, self.encoder.padding), marks
 
     def loss(self, model: Any, *inputs: Any, world: World) -> Float[Tensor, ""]:
         """The sum over the queries of this process, among the documents of all; held-out batches are whole in each."""
+        query_ids, query_mask, document_ids, document_mask, marks = inputs
         vectors = []
-        for ids, mask in (inputs[:2], inputs[2:]):
-            x = model(ids, attention_mask=mask).last_hidden_state
+        for ids, mask in ((query_ids, query_mask), (document_ids, document_mask)):
+            x = at_least_float32(model(ids, attention_mask=mask).last_hidden_state)
             vectors.append(F.normalize(pool_tokens(x, mask, self.config.pooling), dim=-1))
         queries, documents = vectors
-        documents, first = world.gather_rows(documents) if model.training else (documents, 0)
-        scores = at_least_float32(queries @ documents.T) / self.config.temperature
+        # As floats, which hold them exactly, because rows that are gathered are floats.
+        own_marks, all_marks, first = marks[: len(queries)].float(), marks.float(), 0
+        if model.training:
+            documents, first = world.gather_rows(documents)
+            all_marks, _ = world.gather_rows(all_marks)
+        with without_autocast(queries):  # a cosine in bfloat16 has two digits, and is divided by the temperature
+            scores = queries @ documents.T / self.config.temperature
         own = torch.arange(first, first + len(scores), device=scores.device)
-        return F.cross_entropy(scores, own, reduction="sum")
+        same = (own_marks[:, None] == all_marks).all(-1)
+        same[torch.arange(len(scores), device=scores.device), own] = False
+        return F.cross_entropy(scores.masked_fill(same, -torch.inf), own, reduction="sum")
 
     def held_out(self, model: PreTrainedModel) -> HeldOut:
         """The loss of held-out pairs."""
@@ -113,14 +130,24 @@ class ContrastiveObjective(Objective):
         return torch.from_numpy(np.random.default_rng([self.config.seed, epoch]).permutation(len(self.pairs)))
 
 
+def _mark(body: NDArray[np.int32]) -> tuple[int, int]:
+    """Two numbers of 24 bits that differ between documents."""
+    digest = hashlib.sha256(body.tobytes()).digest()
+    return int.from_bytes(digest[:3], "big"), int.from_bytes(digest[3:6], "big")
+
+
 class HeldOutPairs:
-    """Batches of held-out pairs, as large as those of training, the same every time."""
+    """Batches of held-out pairs, the same every time and as large as those of training, if there are so many pairs.
+
+    The loss depends on the size of a batch, so that a last one that is smaller is left out.
+    """
 
     def __init__(self, objective: ContrastiveObjective) -> None:
         self.objective, config = objective, objective.config
         pairs, size = objective.held_out_pairs, config.sequences
         most = max(size, config.evaluate_tokens // config.length)
-        self.batches = [pairs[i : i + size] for i in range(0, min(len(pairs), most), size)]
+        batches = [pairs[i : i + size] for i in range(0, min(len(pairs), most), size)]
+        self.batches = [batch for batch in batches if len(batch) == size] or batches
 
     @torch.no_grad()
     def losses(self, loss: torch.nn.Module, world: World, dtype: torch.dtype) -> dict[str, float]:
