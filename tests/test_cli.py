@@ -170,7 +170,7 @@ NONSENSE = {
     "study": {
         **{"--config": "/dev/null/x", "--out": "/dev/null/x", "--encodings": "x", "--paper": "x", "--preset": "x"},
         **{"--stretch": "x", "--tasks": "x", "--data": "x", "--tokenizer": "x", "--device": "x", "--text": "x"},
-        **{"--positions": "x", "--retrieval-set": "x", "--address": "x"},
+        **{"--positions": "x", "--retrieval-set": "x", "--address": "x", "--beside": "x"},
         **{"--upload": "moon://x", "--token-store": "moon://x"},
     },
 }

@@ -168,6 +168,12 @@ def test_studies_that_cannot_be_are_named(tmp_path, changes, message):
         contrastive_runs(config, study_runs(config))
 
 
+def test_options_of_causal_measurement_are_refused_before_encoders_are_trained(tmp_path, in_process):  # noqa: F811
+    with pytest.raises(ValueError, match="--stride: for models that predict the next token, got --objective mlm"):
+        run_study(encoders(tmp_path, stride=4))
+    assert in_process[0] == []
+
+
 def test_the_paper_s_retrieval_stands_beside_its_own_config_alone():
     assert paper_retrieval_rows(None, None) == []
     assert paper_retrieval_rows("fineweb-edu-medium", None) == []

@@ -33,7 +33,7 @@ from lengthwise.evaluate.config import ResolvedEvalConfig
 from lengthwise.evaluate.corpus import Corpus
 from lengthwise.evaluate.retrieval import EncodedSets, load_for_retrieval, pooling_of, score_bm25, score_retrieval
 from lengthwise.evaluate.retrieval_table import RetrievalScore, as_scores
-from lengthwise.evaluate.run import Corpora, Measurement, load_for_evaluation
+from lengthwise.evaluate.run import CAUSAL_OPTIONS, Corpora, Measurement, load_for_evaluation
 from lengthwise.files import file_hash, write_atomic
 from lengthwise.inspect import position_maps
 from lengthwise.inspect.skipping import skipped_shares
@@ -199,6 +199,8 @@ def evaluation_of(config: StudyConfig, run: StudyRun) -> ResolvedEvalConfig:
     lengths = [run.resolved.length * multiple for multiple in LENGTH_MULTIPLES]
     evaluation = config.evaluation.resolved(lengths=lengths, text=config.training.data, windows=WINDOWS)
     resolve(evaluation.text)
+    if config.training.objective == "mlm" and (ignored := evaluation.changed(CAUSAL_OPTIONS)):
+        raise ValueError(f"{', '.join(ignored)}: for models that predict the next token, got --objective mlm")
     if evaluation.retrieval:
         check_set(evaluation.retrieval_set)
     for task in evaluation.tasks:

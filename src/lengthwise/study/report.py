@@ -186,7 +186,8 @@ def retrieval_sections(results: StudyResults) -> list[Section]:
     table, length = results.retrieval_table, results.train_length
     if table is None:
         return []
-    caption = "Each line is an encoding; the bars are its 95 % intervals over groups of queries and seeds."
+    over = "seeds, by Student's t" if len(results.config.seeds) > 1 else "groups of queries"
+    caption = f"Each line is an encoding; the bars are its 95 % intervals over {over}."
     figure = Picture(png(retrieval_figure(table, train_length=length)), caption, "retrieval")
     sections = [Section("Retrieval by length", table.notes(), table.rows(), [figure])]
     if length in table.lengths and table.lengths[-1] > length:
@@ -265,9 +266,7 @@ def interval_rows(table: LengthTable) -> Rows:
     rows = [table.rows()[0]]
     for name in table.names:
         cells = [table.cell(name, n) for n in table.lengths]
-        ends = [(format_value(cell.interval.low), format_value(cell.interval.high)) for cell in cells]
-        texts = ["-" if c.refused else f"{low} to {high}" for c, (low, high) in zip(cells, ends, strict=True)]
-        rows.append([name, *texts])
+        rows.append([name, *("-" if cell.refused else _ends(cell.interval, format_value) for cell in cells)])
     return rows
 
 
@@ -291,8 +290,7 @@ def rise_rows(results: StudyResults) -> Rows:
 
     def cell(name: str, n: int) -> str:
         value, interval = table.change(name, n, length)
-        low, high = (math.expm1(end) for end in interval)
-        return f"{math.expm1(value):+.1%} ({low:+.1%} to {high:+.1%})"
+        return f"{math.expm1(value):+.1%} ({_ends(interval, lambda end: f'{math.expm1(end):+.1%}')})"
 
     rows = _paired_rows(table.names, beyond, cell)
     # Protocols other than fair score other tokens at each length: nothing is paired.
@@ -313,7 +311,7 @@ def seed_rows(results: StudyResults) -> Rows:
         interval = results.rise_interval(name, far)
         cells = [f"{rise:+.1%}" for rise in rises] + ["-"] * (len(results.config.seeds) - len(rises))
         mean = f"{sum(rises) / len(rises):+.1%}" if rises else "-"
-        rows.append([name, *cells, mean, _percent(interval)])
+        rows.append([name, *cells, mean, _ends(interval, "{:+.1%}".format)])
     return rows
 
 
@@ -324,13 +322,15 @@ def hypothesis_rows(results: StudyResults) -> Rows:
         kind = HYPOTHESIS_KINDS[judged.kind]
         expected = f"{kind.words} {judged.bound:{kind.format}}"
         measured = ", ".join(f"{value:{kind.format}}" for value in judged.values) or "-"
-        interval = "-" if judged.interval is None else " to ".join(f"{end:{kind.format}}" for end in judged.interval)
+        interval = _ends(judged.interval, f"{{:{kind.format}}}".format)
         rows.append([judged.encoding, expected, measured, interval, judged.verdict])
     return rows if results.config.hypotheses else []
 
 
-def _percent(interval: Interval | None) -> str:
-    return "-" if interval is None else f"{interval.low:+.1%} to {interval.high:+.1%}"
+def _ends(interval: Interval | None, form: Callable[[float], str]) -> str:
+    """An interval in words; "-" where it is not known, as with one document."""
+    known = interval is not None and not any(map(math.isnan, interval))
+    return " to ".join(map(form, interval)) if interval is not None and known else "-"
 
 
 def above_best_rows(results: StudyResults) -> Rows:
@@ -339,7 +339,7 @@ def above_best_rows(results: StudyResults) -> Rows:
     assert table is not None
     measured = [(name, above) for name in table.names if (above := results.above_best(name)) is not None]
     cells = [
-        [name, f"{value:+.3f}", f"{interval.low:+.3f} to {interval.high:+.3f}"]
+        [name, f"{value:+.3f}", _ends(interval, "{:+.3f}".format)]
         for name, (value, interval) in sorted(measured, key=lambda item: item[1][0])
     ]
     unit = "nats" if table.metric == "perplexity" else "bits"
@@ -356,7 +356,7 @@ def difference_rows(table: LengthTable) -> Rows:
 
     def cell(name: str, n: int) -> str:
         value, interval = table.difference(name, best, n)
-        return f"{value:+.3f} ({interval.low:+.3f} to {interval.high:+.3f})"
+        return f"{value:+.3f} ({_ends(interval, '{:+.3f}'.format)})"
 
     unit = "nats" if table.metric == "perplexity" else "bits"
     others = [name for name in table.names if name != best]
