@@ -315,9 +315,16 @@ def test_what_cannot_be_fitted_is_refused_by_name_and_left_untouched(case):
     assert before is None or facts_of(model) == before
 
 
+def test_a_stretched_model_is_refused_with_the_way_out():
+    model = lw.stretch(make_model("llama"), "rerope:7")
+    with pytest.raises(ValueError, match=r"is stretched; take that out first: lw\.unstretch\(model\)"):
+        lw.fit(model, "cable")
+    lw.fit(lw.unstretch(model), "cable")
+
+
 def test_a_second_fit_another_implementation_and_a_quantised_cache_are_refused_by_name():
     model = lw.fit(make_model("llama", torch.float32), "cable")
-    with pytest.raises(ValueError, match="fitted already"):
+    with pytest.raises(ValueError, match="fitted or accelerated already"):
         lw.fit(model, "alibi")
     cache = hf.DynamicCache(config=model.config)
     cache.layers[0] = type("QuantizedLayer", (type(cache.layers[0]),), {})()
