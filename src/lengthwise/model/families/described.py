@@ -18,11 +18,9 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from lengthwise.bias import Bias, DistanceBias, LevelBias
 from lengthwise.model.attention import Output, lengthwise_attention
 from lengthwise.model.cache import remember
+from lengthwise.model.families.base import ACCELERATED
 from lengthwise.model.families.swap import PLAIN, LayerCall, Placed, Run, swapped_attention
 from lengthwise.token_layout import Slot, TokenLayout, layout
-
-ACCELERATED = "lengthwise_accelerated"
-"""The name under which transformers knows our attention and mask functions."""
 
 BY_LAYER = object()
 """Stands where T5 and its relatives would fill in a bias."""
