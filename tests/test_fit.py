@@ -163,6 +163,16 @@ def test_packed_documents_do_not_meet(family):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "bloom", "mpt"])
+def test_the_weights_of_attention_are_given_where_they_are_wanted(family):
+    model = lw.fit(make_model(family), "alibi")
+    weights = model(tokens(), output_attentions=True).attentions
+    assert len(weights) == 2
+    for each in weights:
+        assert_close(each.sum(-1), torch.ones(2, 6, LENGTH, dtype=each.dtype), EXACT)
+
+
+@torch.no_grad()
 def test_positions_do_not_outlive_a_pass_that_was_given_them():
     model = lw.fit(make_model("bloom"), "cable")
     make_loud(model)
