@@ -220,6 +220,20 @@ def test_models_that_share_a_config_are_told_so():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("family", ["bloom", "mpt", "falcon-alibi"])
+@pytest.mark.parametrize("mask", [None, torch.ones(2, LENGTH, dtype=torch.long)], ids=["plain", "masked"])
+def test_a_config_that_is_shared_is_no_silent_loss_of_the_mask(family, mask):
+    model = make_model(family, torch.float32)
+    other = type(model)(model.config).eval()
+    for change in (lambda: lw.fit(model, "alibi"), lambda: lw.accelerate(model)):
+        change()
+        with pytest.raises(ValueError, match="a model without attention of ours runs under a config with it"):
+            other(tokens(), attention_mask=mask)
+        lw.unfit(model)
+    assert other(tokens(), attention_mask=mask).logits.isfinite().all()
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_pass_that_was_interrupted_leaves_nothing_behind(family):
     model, ids = lw.fit(make_model(family), "cable"), tokens()

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Generic, NoReturn, TypeVar
+from typing import Any, ClassVar, Generic, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -70,12 +70,35 @@ def _observer_of_pass() -> Observer | None:
     return None if torch.compiler.is_compiling() else _observer.get()
 
 
-@dataclass(frozen=True, eq=False)
-class Placed:
-    """What rides in the place of the mask: where the tokens of this pass stand, and how far a kind of layer sees."""
+SHARED = "it is shared with a fitted or stretched model, or a copy of its config; give each model a config of its own"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MaskPlace:
+    """What stands in the place of a mask, which no attention but ours can use."""
 
     ndim: ClassVar[int] = 0
     """Families look at the axes of a mask before they add to it."""
+
+    padding: Tensor | None = None
+    """The mask of which this took the place: all that is left of it once a pass is over."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """MPT makes its mask one of booleans."""
+        return self
+
+    def contiguous(self) -> Self:
+        """`generate` lays out the masks that it prepares."""
+        return self
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise ValueError(f"a model without attention of ours runs under a config with it: {SHARED}")
+
+
+@dataclass(frozen=True, eq=False)
+class Placed(MaskPlace):
+    """What rides in the place of the mask: where the tokens of this pass stand, and how far a kind of layer sees."""
 
     layout: TokenLayout
     window: Window | None = None
@@ -83,8 +106,6 @@ class Placed:
     """What an explicit mask of numbers adds."""
     weights: bool = False
     """Whether the caller wants the weights of attention."""
-    padding: Tensor | None = None
-    """The mask of which this took the place: all that is left of it once the pass is over."""
     memo: dict[Any, Any] = field(default_factory=dict)
     """What layers of this pass need not compute again; not in compiled graphs."""
     observer: Observer | None = field(default_factory=_observer_of_pass)
@@ -97,14 +118,6 @@ class Placed:
         if key not in self.memo:
             self.memo[key] = make()
         return self.memo[key]
-
-    def to(self, *args: Any, **kwargs: Any) -> "Placed":
-        """MPT makes its mask one of booleans."""
-        return self
-
-    def contiguous(self) -> "Placed":
-        """`generate` lays out the masks that it prepares."""
-        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -310,8 +323,8 @@ class Swap:
                 )
             # By kind of layer, as `generate` makes them; ours are the padding alone, all the same.
             mask = given["attention_mask"] = next(iter(mask.values()))
-        if isinstance(mask, Placed):
-            # `generate` made it while a pass that was interrupted seemed to be under way.
+        if isinstance(mask, MaskPlace):
+            # `generate` had it made, perhaps while a pass that was interrupted seemed to be under way.
             mask = given["attention_mask"] = mask.padding
         explicit = mask if isinstance(mask, Tensor) and mask.ndim == 4 else None
         if explicit is not None:
@@ -437,8 +450,7 @@ def swapped_attention(
     if lengthwise is None:
         if not any(isinstance(getattr(hook, "__self__", None), _LayerHook) for hook in _hooks(module)):
             raise ValueError(
-                f"{type(module).__name__} has no attention of ours in place, but its config says {SWAPPED!r}: it is "
-                "shared with a fitted or stretched model, or a copy of its config; give each model a config of its own"
+                f"{type(module).__name__} has no attention of ours in place, but its config says {SWAPPED!r}: {SHARED}"
             )
         raise NotImplementedError(
             f"{type(module).__name__} does not hand its keywords on to the attention function, so nothing of ours "
@@ -481,11 +493,11 @@ def swapped_mask(
     use_vmap: bool = False,
     mask_function: Callable[..., Any] | None = None,
     **kwargs: Any,
-) -> Placed | Tensor | None:
+) -> MaskPlace:
     """The layout of the pass, for one kind of layer; outside of one, where `generate` prepares it, the padding."""
     placed = _current.get()
     if placed is None:
-        return attention_mask
+        return MaskPlace(padding=attention_mask)
     # What is cut off, documents that are packed, is in the layout; what is added is known to nobody.
     joined = not torch.compiler.is_compiling() and "or_masks" in getattr(mask_function, "__qualname__", "")
     if use_vmap or joined:
