@@ -101,6 +101,35 @@ def test_the_same_text_is_generated(name):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", ["t5", "umt5"])
+def test_the_same_text_is_generated_with_a_static_cache(name):
+    model = lw.accelerate(make(name))
+    given, _ = inputs_of(name)
+    given.pop("decoder_input_ids")
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    options["decoder_start_token_id"] = 0
+    static = model.generate(**given, **options, cache_implementation="static", disable_compile=True)
+    assert torch.equal(static, model.generate(**given, **options))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [name for name in CASES if "falcon" not in name])
+def test_the_weights_of_attention_are_those_of_the_model_as_it_was(name):
+    # Falcon gives those of its eager attention, which adds the bias twice.
+    model, (given, _) = make(name), inputs_of(name)
+    given.pop("attention_mask")
+    other = lw.accelerate(copy.deepcopy(model))
+    if name in ("t5", "mt5", "umt5", "t5-encoder"):
+        model.set_attn_implementation("eager")
+    own, accelerated = (m(**given, output_attentions=True) for m in (model, other))
+    kinds = [kind for kind in own if kind.endswith("attentions") and own[kind]]
+    assert kinds
+    for kind in kinds:
+        for weights, expected in zip(accelerated[kind], own[kind], strict=True):
+            assert_close(weights, expected, 1e-5)
+
+
+@torch.no_grad()
 def test_what_it_was_comes_back_bit_for_bit_and_copies_are_their_own(tmp_path):
     for name in CASES:
         model = make(name)

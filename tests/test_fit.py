@@ -151,7 +151,7 @@ def test_generate_by_beams_with_an_assistant_and_with_a_static_cache_gives_what_
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "mpt"])
 def test_packed_documents_do_not_meet(family):
     model = lw.fit(make_model(family), "cable")
     make_loud(model)
@@ -160,6 +160,146 @@ def test_packed_documents_do_not_meet(family):
     packed = model(ids, position_ids=positions, use_cache=False).logits
     alone = torch.cat([model(ids[:, :12]).logits, model(ids[:, 12:]).logits], 1)
     assert_close(packed, alone, EXACT)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "bloom", "mpt"])
+def test_the_weights_of_attention_are_given_where_they_are_wanted(family):
+    model = lw.fit(make_model(family), "alibi")
+    weights = model(tokens(), output_attentions=True).attentions
+    assert len(weights) == 2
+    for each in weights:
+        assert_close(each.sum(-1), torch.ones(2, 6, LENGTH, dtype=each.dtype), EXACT)
+
+
+@torch.no_grad()
+def test_positions_do_not_outlive_a_pass_that_was_given_them():
+    model = lw.fit(make_model("bloom"), "cable")
+    make_loud(model)
+    ids = tokens(1)
+    expected = model.transformer(ids).last_hidden_state
+    model(ids, position_ids=torch.arange(LENGTH)[None] // 2, use_cache=False)
+    assert torch.equal(model.transformer(ids).last_hidden_state, expected)
+
+
+@torch.no_grad()
+def test_positions_that_jump_are_refused_where_the_model_makes_a_cache_of_them():
+    model, ids = lw.fit(make_model("llama"), "alibi"), tokens(1, 15)
+    positions = torch.cat([torch.arange(11), torch.arange(30, 34)])[None]
+    with pytest.raises(ValueError, match="position_ids must not jump where there is a cache"):
+        model(ids, position_ids=positions)
+    alone = model(ids, position_ids=positions, use_cache=False).logits
+    assert torch.equal(model.train()(ids, position_ids=positions).logits, alone)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_an_explicit_mask_says_all_of_what_is_seen(family):
+    model, ids = make_model(family), tokens(1)
+    causal = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
+    expected = model(ids, attention_mask=causal).logits
+    assert (expected - model(ids).logits).abs().max() > 1e-3
+    lw.fit(model, "own")
+    assert_close(model(ids, attention_mask=causal).logits, expected, EXACT)
+    with pytest.raises(NotImplementedError, match="one explicit mask for all layers, got one for each kind of them"):
+        model(ids, attention_mask={"full_attention": causal, "sliding_attention": causal.triu(-4)})
+
+
+def test_models_that_share_a_config_are_told_so():
+    config = hf.LlamaConfig(**LLAMA)
+    one, other = hf.LlamaForCausalLM(config), hf.LlamaForCausalLM(config)
+    lw.fit(one, "cable")
+    with pytest.raises(ValueError, match="its config says 'lengthwise_swapped': it is shared"):
+        other(tokens())
+    for change in (lambda: lw.fit(other, "cable"), lambda: lw.stretch(other, "rerope:7")):
+        with pytest.raises(ValueError, match="give each model a config of its own"):
+            change()
+    lw.unfit(one)
+    assert config._attn_implementation != "lengthwise_swapped"
+    other(tokens())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["bloom", "mpt", "falcon-alibi"])
+@pytest.mark.parametrize("mask", [None, torch.ones(2, LENGTH, dtype=torch.long)], ids=["plain", "masked"])
+def test_a_config_that_is_shared_is_no_silent_loss_of_the_mask(family, mask):
+    model = make_model(family, torch.float32)
+    other = type(model)(model.config).eval()
+    for change in (lambda: lw.fit(model, "alibi"), lambda: lw.accelerate(model)):
+        change()
+        with pytest.raises(ValueError, match="a model without attention of ours runs under a config with it"):
+            other(tokens(), attention_mask=mask)
+        lw.unfit(model)
+    assert other(tokens(), attention_mask=mask).logits.isfinite().all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_pass_that_was_interrupted_leaves_nothing_behind(family):
+    model, ids = lw.fit(make_model(family), "cable"), tokens()
+    options = {"attention_mask": padded("left"), "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    options |= {"cache_implementation": "static", "disable_compile": True}
+    expected = model.generate(ids, **options)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(ids[:, :5])
+    hook.remove()
+    assert torch.equal(model.generate(ids, **options), expected)
+
+
+SMALL_LLAMA = LLAMA | {"num_hidden_layers": 2, "pad_token_id": 0}
+HYBRIDS = {
+    "linear attention": lambda: hf.Qwen3NextForCausalLM(
+        hf.Qwen3NextConfig(
+            **SMALL_LLAMA,
+            head_dim=8,
+            linear_num_value_heads=4,
+            linear_num_key_heads=2,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            layer_types=["linear_attention", "full_attention"],
+            num_experts=0,
+            mlp_only_layers=[0, 1],
+        )
+    ),
+    "convolutions": lambda: hf.Lfm2ForCausalLM(hf.Lfm2Config(**SMALL_LLAMA, layer_types=["conv", "full_attention"])),
+    "outputs that are viewed": lambda: hf.JetMoeForCausalLM(
+        hf.JetMoeConfig(
+            vocab_size=97,
+            hidden_size=48,
+            num_hidden_layers=2,
+            num_key_value_heads=2,
+            kv_channels=8,
+            intermediate_size=64,
+            max_position_embeddings=64,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+        )
+    ),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_a_model_with_layers_of_other_kinds_decodes_as_it_reads(kind):
+    torch.manual_seed(0)
+    model, ids = lw.fit(HYBRIDS[kind]().eval(), "alibi"), tokens(1)
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
+
+
+@torch.no_grad()
+def test_a_module_that_all_layers_share_is_fitted_once():
+    sizes = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6}
+    config = hf.AlbertConfig(**sizes, embedding_size=16, intermediate_size=64, max_position_embeddings=64)
+    model, ids = hf.AlbertForMaskedLM(config).eval(), tokens()
+    expected = model(ids).logits
+    assert len(attention_layers(model)) == 1
+    assert_close(lw.fit(model, "own")(ids).logits, expected, 1e-5)
 
 
 def test_two_passes_before_one_backward_and_checkpointing_change_no_gradient():
@@ -291,6 +431,41 @@ REFUSED = {
         NotImplementedError,
         "T5Model has several kinds of attention",
     ),
+    "a mask that a module makes": (
+        lambda: (hf.DogeForCausalLM(hf.DogeConfig(**SMALL_LLAMA)), "rope"),
+        NotImplementedError,
+        "DogeAttention makes a mask of its own",
+    ),
+    "two calls a module": (
+        lambda: (hf.DiffLlamaForCausalLM(hf.DiffLlamaConfig(**SMALL_LLAMA)), "rope"),
+        NotImplementedError,
+        "DiffLlamaAttention calls attention more than once for the same tokens",
+    ),
+    "angles that a module makes": (
+        lambda: (
+            hf.RecurrentGemmaForCausalLM(
+                hf.RecurrentGemmaConfig(**SMALL_LLAMA | {"num_hidden_layers": 3}, lru_width=48)
+            ),
+            "alibi",
+        ),
+        NotImplementedError,
+        "RecurrentGemmaAttention rotates queries and keys by angles that it makes itself",
+    ),
+    "angles that are no pair": (
+        lambda: (hf.Llama4ForCausalLM(hf.Llama4TextConfig(**SMALL_LLAMA, head_dim=8, moe_layers=[])), "alibi"),
+        NotImplementedError,
+        "Llama4TextAttention must be given its angles as cosine and sine, got one Tensor",
+    ),
+    "tokens of another name": (
+        lambda: (
+            hf.MobileBertModel(
+                hf.MobileBertConfig(vocab_size=97, hidden_size=48, num_hidden_layers=1, intermediate_size=64)
+            ),
+            "alibi",
+        ),
+        NotImplementedError,
+        "MobileBertSelfAttention must be given hidden_states, got query_tensor",
+    ),
     "a schedule with options": (
         lambda: (make_model("llama"), "rope,none", {"base": 2.0}),
         ValueError,
@@ -315,9 +490,16 @@ def test_what_cannot_be_fitted_is_refused_by_name_and_left_untouched(case):
     assert before is None or facts_of(model) == before
 
 
+def test_a_stretched_model_is_refused_with_the_way_out():
+    model = lw.stretch(make_model("llama"), "rerope:7")
+    with pytest.raises(ValueError, match=r"is stretched; take that out first: lw\.unstretch\(model\)"):
+        lw.fit(model, "cable")
+    lw.fit(lw.unstretch(model), "cable")
+
+
 def test_a_second_fit_another_implementation_and_a_quantised_cache_are_refused_by_name():
     model = lw.fit(make_model("llama", torch.float32), "cable")
-    with pytest.raises(ValueError, match="fitted already"):
+    with pytest.raises(ValueError, match="fitted or accelerated already"):
         lw.fit(model, "alibi")
     cache = hf.DynamicCache(config=model.config)
     cache.layers[0] = type("QuantizedLayer", (type(cache.layers[0]),), {})()

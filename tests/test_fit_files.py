@@ -13,6 +13,7 @@ from fit_kit import assert_close, make_loud, make_model, tokens
 from safetensors.torch import load_file
 
 import lengthwise as lw
+from lengthwise.model.fit_files import mark_config
 
 SCHEDULE = [{"encoding": "learned+cable"}, {"encoding": "learned+rope", "encoding_options": {"rope": {"base": 500.0}}}]
 
@@ -86,7 +87,7 @@ def test_an_adapter_goes_into_the_model_it_was_made_for_and_into_no_other(tmp_pa
     expected = model(tokens()).logits
     base = lw.unfit(model)
     assert torch.equal(lw.load(tmp_path, base)(tokens()).logits, expected)
-    with pytest.raises(ValueError, match="fitted already"):
+    with pytest.raises(ValueError, match="fitted or accelerated already"):
         lw.load(tmp_path, base)
     other = make_model("qwen3", torch.float32)
     with pytest.raises(ValueError, match="model_type llama, got one with qwen3"):
@@ -99,6 +100,46 @@ def test_an_adapter_goes_into_the_model_it_was_made_for_and_into_no_other(tmp_pa
     with pytest.raises(ValueError, match="must be those of its entry"):
         lw.load(tmp_path, lw.unfit(base))
     assert not any("lengthwise" in name for name in base.state_dict())
+
+
+def test_a_torn_adapter_is_refused_in_words_and_leaves_the_model_plain(tmp_path):
+    model = fitted()
+    lw.save_adapter(model, tmp_path)
+    weights = tmp_path / "lengthwise.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-9])
+    with pytest.raises(ValueError, match="expected a whole safetensors file, got"):
+        lw.load(tmp_path, lw.unfit(model))
+    assert not any("lengthwise" in name for name in model.state_dict())
+
+
+def test_an_accelerated_model_has_no_adapter(tmp_path):
+    with pytest.raises(ValueError, match="got BloomForCausalLM that is accelerated"):
+        lw.save_adapter(lw.accelerate(make_model("bloom")), tmp_path)
+
+
+@torch.no_grad()
+def test_a_second_process_that_saves_too_leaves_the_mark_as_it_is(tmp_path):
+    model = fitted()
+    expected = model(tokens()).logits
+    model.save_pretrained(tmp_path)
+    for first in (False, True):
+        model.save_pretrained(tmp_path, is_main_process=first)
+        assert torch.equal(lw.load(tmp_path)(tokens()).logits, expected)
+    before = (tmp_path / "config.json").read_text()
+    mark_config(tmp_path, {}, "hidden_size")
+    assert (tmp_path / "config.json").read_text() == before
+
+
+@torch.no_grad()
+def test_the_body_of_a_fitted_model_is_saved_as_a_fitted_model(tmp_path):
+    model = fitted()
+    model.model.save_pretrained(tmp_path)
+    with pytest.raises(Exception, match=r"lengthwise\.load"):
+        hf.AutoModel.from_pretrained(tmp_path)
+    body = lw.load(tmp_path)
+    assert torch.equal(body(tokens()).last_hidden_state, model.model(tokens()).last_hidden_state)
+    with pytest.raises(NotImplementedError, match=r"call model\.push_to_hub"):
+        model.save_pretrained(tmp_path, push_to_hub=True)
 
 
 def test_the_blocks_of_the_page_run_in_order():
@@ -154,3 +195,16 @@ def test_lora_beside_it_trains_saves_and_merges(tmp_path):
     again = peft.PeftModel.from_pretrained(lw.fit(make_model("llama", torch.float32), "cable"), tmp_path)
     assert_close(again(tokens()).logits, trained, 1e-6)
     assert_close(again.merge_and_unload()(tokens()).logits, trained, 1e-5)
+
+
+@torch.no_grad()
+def test_the_adapter_of_a_model_that_peft_trains_has_the_trained_weights(tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lengthwise"])
+    adapted = peft.get_peft_model(lw.fit(make_model("llama", torch.float32), SCHEDULE), config)
+    for name, parameter in adapted.named_parameters():
+        if "modules_to_save" in name:
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)))
+    lw.save_adapter(adapted, tmp_path)
+    again = lw.load(tmp_path, make_model("llama", torch.float32))
+    assert_close(again(tokens()).logits, adapted(tokens()).logits, 1e-6)

@@ -350,3 +350,22 @@ def test_the_example_of_the_docs_runs():
     page = (Path(__file__).parents[1] / "docs/stretching.md").read_text()
     (block,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     exec(compile(block, "stretching.md", "exec"), {})
+
+
+@pytest.mark.parametrize("spec", ["window:4", "streaming:4:3", "lm-infinite:4:3"])
+@torch.no_grad()
+def test_keys_that_are_dropped_are_not_seen_through_layers_without_rope(spec):
+    for layers in ("rope,none", "rope,alibi"):
+        model, ids = loud_model("rope", encoding=None, layers=layers), tokens()[:1]
+        plain = model(ids).logits
+        whole = lw.stretch(model, spec)(ids).logits
+        other = ids.clone()
+        other[:, 5] = (other[:, 5] + 1) % 90
+        assert torch.equal(model(other).logits[:, 12:], whole[:, 12:]), layers
+        assert torch.equal(lw.unstretch(model)(ids).logits, plain)
+    model = loud_model("rope", encoding=None, layers="rope,path")
+    with pytest.raises(
+        NotImplementedError, match="layers without RoPE must be able to have its window, got one with 'path'"
+    ):
+        lw.stretch(model, spec)
+    assert stretched(model) is None

@@ -105,6 +105,32 @@ def test_gemmas_layers_with_a_window_stay_as_they_are():
     assert stretched(model).encodings[0].rope.scaling.rope_base.base == 1000000.0
 
 
+def smollm3() -> hf.PreTrainedModel:
+    torch.manual_seed(0)
+    return hf.SmolLM3ForCausalLM(hf.SmolLM3Config(**LLAMA, no_rope_layers=[1, 0], pad_token_id=0)).eval()
+
+
+@pytest.mark.parametrize("spec", ["window:4", "streaming:4:3", "lm-infinite:4:3"])
+@torch.no_grad()
+def test_keys_that_are_dropped_are_not_seen_through_layers_without_rope(spec):
+    model, tokens = smollm3(), ids(batch=1, length=LENGTH)
+    plain = model(tokens).logits
+    whole = lw.stretch(model, spec)(tokens).logits
+    if spec == "window:4":
+        place = torch.arange(LENGTH)
+        d = place[:, None] - place
+        windowed = lw.unstretch(model)(tokens, attention_mask=((d >= 0) & (d < 4))[None, None]).logits
+        assert_near(lw.stretch(model, spec)(tokens).logits, windowed, spec)
+    other = tokens.clone()
+    other[:, 5] = (other[:, 5] + 1) % 90
+    # Two layers of 4 keys: what is 7 tokens back comes in through no way.
+    assert torch.equal(model(other).logits[:, 12:], whole[:, 12:])
+    cache = hf.DynamicCache(config=model.config)
+    parts = [model(part, past_key_values=cache, use_cache=True).logits for part in tokens.split([20, 1, 10], 1)]
+    assert_near(torch.cat(parts, 1), whole, "cached")
+    assert torch.equal(lw.unstretch(model)(tokens).logits, plain)
+
+
 def test_what_cannot_be_stretched_is_refused_by_name():
     for family, spec, words in (
         ("gpt2", "rerope:7", "GPT2LMHeadModel has none"),

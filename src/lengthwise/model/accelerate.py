@@ -16,8 +16,13 @@ from transformers import PreTrainedModel
 
 from lengthwise.errors import check_choice, describe
 from lengthwise.model.families import family_of
-from lengthwise.model.families.base import Implementations, restore_implementations, set_implementation
-from lengthwise.model.families.described import ACCELERATED
+from lengthwise.model.families.base import (
+    ACCELERATED,
+    Implementations,
+    check_configs,
+    restore_implementations,
+    set_implementation,
+)
 from lengthwise.model.families.swap import restore_classes, swap_classes, swap_of
 from lengthwise.model.fit import Dropout, fit_of
 
@@ -58,6 +63,7 @@ def accelerate(model: PreTrainedModel, *, attention_dropout: Dropout = "refuse")
     reason = family.undescribed
     if reason is not None or not any(type(module) in family.described for module in model.modules()):
         raise NotImplementedError(f"{name} has no bias that could be described: {reason or 'none is filled in'}")
+    check_configs(model)
     swapped = swap_classes(model, family.described)
     model._lengthwise_fit = Acceleration(model, swapped, set_implementation(model, ACCELERATED))  # type: ignore[assignment]
     for module, _ in swapped:

@@ -5,13 +5,13 @@ lw.save_adapter(llama, "adapter")                     lw.load("adapter", another
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import transformers
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -35,14 +35,11 @@ class AdapterError(UserError, ValueError):
 def save_adapter(model: PreTrainedModel, folder: str | Path) -> None:
     """Write the encoding of a fitted model alone: its weights, and which model it is for."""
     current = fit_of(model)
-    if current is None:
-        raise ValueError(f"expected a fitted model, got {type(model).__name__} without a fit")
+    if not isinstance(current, Fit):
+        state = "without a fit" if current is None else "that is accelerated, which adds no weights"
+        raise ValueError(f"expected a fitted model, got {type(model).__name__} {state}")
     folder = Path(folder)
-    weights = {
-        f"{place}.{name}": tensor.detach().contiguous()
-        for place, module in _holders(current).items()
-        for name, tensor in module.state_dict().items()
-    }
+    weights = {name: tensor.detach().contiguous() for name, tensor in _own_weights(current).items()}
     with replacing(folder / WEIGHTS) as partial:
         save_file(weights, partial)
     stored = {"fit": current.entry, "model": _sizes(model, current.layers)}
@@ -96,7 +93,7 @@ def fitted_config(folder: str | Path) -> PreTrainedConfig | None:
 def _load_adapter(folder: Path, model: PreTrainedModel) -> PreTrainedModel:
     if not (folder / ADAPTER).is_file() or not (folder / WEIGHTS).is_file():
         raise AdapterError(f"expected a folder of lw.save_adapter, with {ADAPTER} and {WEIGHTS}, got {str(folder)!r}")
-    stored = json.loads((folder / ADAPTER).read_text())
+    stored, weights = json.loads((folder / ADAPTER).read_text()), _read_weights(folder / WEIGHTS)
     if fit_of(model) is None:
         sizes = _sizes(model, attention_layers(model))
         differing = [name for name in sizes if sizes[name] != stored["model"].get(name)]
@@ -108,21 +105,20 @@ def _load_adapter(folder: Path, model: PreTrainedModel) -> PreTrainedModel:
     fit(model, **stored["fit"])
     current = fit_of(model)
     assert current is not None
-    own = {
-        f"{place}.{name}": tensor
-        for place, module in _holders(current).items()
-        for name, tensor in module.state_dict(keep_vars=True).items()
-    }
-    with safe_open(folder / WEIGHTS, "pt") as file:
-        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    _fill(model, own, weights, folder)
+    _fill(model, _own_weights(current), weights, folder)
     return model
 
 
-def _holders(current: Fit) -> dict[str, nn.Module]:
-    """The modules that hold encodings, by the layer's number."""
-    held: dict[str, nn.Module] = {str(number): module for number, module in current.encodings.items()}
-    return held if current.embedding is None else held | {"embedding": current.embedding}
+def _own_weights(current: Fit) -> dict[str, Tensor]:
+    """The weights of the encodings that a model has now, by the layer's number."""
+    held: dict[str, nn.Module] = {str(number): encoding for number, encoding in current.encodings.items()}
+    if current.embedding is not None:
+        held["embedding"] = current.embedding
+    return {
+        f"{place}.encoding.{name}": tensor
+        for place, encoding in held.items()
+        for name, tensor in encoding.state_dict(keep_vars=True).items()
+    }
 
 
 def _sizes(model: PreTrainedModel, layers: list[AttentionLayer]) -> dict[str, Any]:
@@ -142,9 +138,16 @@ def _sizes(model: PreTrainedModel, layers: list[AttentionLayer]) -> dict[str, An
 def _encoding_weights(folder: Path) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            weights |= {name: file.get_tensor(name) for name in file.keys() if CHILD in name.split(".")}  # noqa: SIM118
+        weights |= _read_weights(path, lambda name: CHILD in name.split("."))
     return weights
+
+
+def _read_weights(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys() if wanted(name)}  # noqa: SIM118
+    except SafetensorError as error:
+        raise AdapterError(f"expected a whole safetensors file, got {str(path)!r}: {error}") from None
 
 
 def _fill(model: nn.Module, own: Mapping[str, Tensor], weights: Mapping[str, Tensor], folder: Path) -> None:

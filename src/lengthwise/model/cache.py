@@ -215,16 +215,19 @@ def fit_windows(cache: Cache, reaches: Sequence[int | None]) -> None:
 def cached_length(cache: Cache, reaches: Sequence[Any] = ()) -> tuple[Slot, int | None]:
     """How many tokens a cache has had, and how many it has room for; None if there is no end."""
     layers: list[Any] = cache.layers
-    full = [number for number, layer in enumerate(layers) if not layer.is_sliding]
+    # Layers of linear attention, in hybrid models, have neither a window nor tokens.
+    full = [number for number, layer in enumerate(layers) if getattr(layer, "is_sliding", True) is False]
+    first = full[0] if full else next((n for n, layer in enumerate(layers) if hasattr(layer, "is_sliding")), 0)
     # A static cache hands out the counter that it goes on to raise.
-    past = cache.get_seq_length(full[0] if full else 0)
+    past = cache.get_seq_length(first)
     past = past.clone() if isinstance(past, Tensor) else past
     if not cache.is_compileable:
         return past, None
     if full:
         return past, layers[full[0]].max_cache_len
     # One that is shorter than the window of its layer has all of its room there.
-    rooms = [layer.max_cache_len for layer, reach in zip(layers, reaches, strict=False) if layer.max_cache_len < reach]
+    slots = [getattr(layer, "max_cache_len", reach) for layer, reach in zip(layers, reaches, strict=False)]
+    rooms = [count for count, reach in zip(slots, reaches, strict=False) if count < reach]
     return past, min(rooms) if rooms else None
 
 
@@ -252,7 +255,9 @@ def _check_padding(mask: Bool[Tensor, "#batch key"], first: int, past: int) -> N
 
 def _window(layer: Any) -> int | None:
     """How many tokens a sliding layer keeps, itself included; None for one that keeps all."""
-    return getattr(layer, "sliding_window", None) or layer.max_cache_len if layer.is_sliding else None
+    return (
+        getattr(layer, "sliding_window", None) or layer.max_cache_len if getattr(layer, "is_sliding", False) else None
+    )
 
 
 def remember(

@@ -12,6 +12,7 @@ its encoding: optimizers, checkpoints and PEFT (modules_to_save=["lengthwise"]) 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +29,7 @@ from lengthwise.model.attention import Output
 from lengthwise.model.families import classes_that_take_runs
 from lengthwise.model.families.base import position_table
 from lengthwise.model.families.layers import AttentionLayer, attention_layers
-from lengthwise.model.families.swap import LayerCall, Placed, Swap, Waves, current_layout, swap_attention
+from lengthwise.model.families.swap import LayerCall, Placed, Swap, Waves, current_layout, swap_attention, swap_of
 from lengthwise.model.fit_files import mark_config, width_name
 from lengthwise.model.schedule import LayerSpec, parse_layer, parse_layers, split_embedding
 from lengthwise.token_layout import TokenLayout, Window, layout
@@ -61,10 +62,6 @@ class Fit:
     """The arguments of `fit`, as plain values."""
     layers: list[AttentionLayer]
     """All layers of the model."""
-    encodings: dict[int, FittedEncoding]
-    """By number of the layer."""
-    embedding: FittedEncoding | None
-    """What acts as tokens enter."""
     learning: list[tuple[nn.Parameter, bool]] = field(default_factory=list)
     """The model's own parameters, and whether they were learning."""
     swap: Swap | None = None
@@ -78,35 +75,69 @@ class Fit:
         """The encodings in short."""
         return ",".join(parse_layer(spec).label for spec in self.entry["encoding"])
 
-    def install(self, *, table_stays: bool, freeze: bool) -> None:
-        """Change the model."""
+    @property
+    def encodings(self) -> dict[int, Encoding]:
+        """By number of the layer, as the modules have them now: PEFT trains copies in their places."""
+        held = {layer.number: getattr(layer.module, CHILD, None) for layer in self.layers}
+        return {number: module.encoding for number, module in held.items() if module is not None}
+
+    @property
+    def embedding(self) -> Encoding | None:
+        """What acts as tokens enter."""
+        held = None if self.swap is None else getattr(self.swap.owner, CHILD, None)
+        return None if held is None else held.encoding
+
+    def install(
+        self,
+        encodings: Mapping[int, FittedEncoding],
+        embedding: FittedEncoding | None,
+        *,
+        table_stays: bool,
+        freeze: bool,
+    ) -> None:
+        """Change the model: encodings by number of the layer, and what acts as tokens enter."""
         model, table = self.model, position_table(self.model)
         self.learning = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         run = RUNS[self.entry["attention_dropout"]]
-        runs, described = dict.fromkeys(self.encodings, run), classes_that_take_runs(model)
+        runs, described = dict.fromkeys(encodings, run), classes_that_take_runs(model)
         self.swap = swap_attention(model, runs, angles=rope_angles, described=described)
         owner: Any = self.swap.owner
         owner._lengthwise_fit = self
-        model.__dict__["save_pretrained"] = self.save_pretrained
+        for inner in _models_around(model, owner):
+            inner.__dict__["save_pretrained"] = partial(self.save_pretrained, inner)
         if freeze:
             model.requires_grad_(False)
-        for number, held in self.encodings.items():
+        for number, held in encodings.items():
             self.layers[number].module.add_module(CHILD, held)
-        if self.embedding is not None:
-            owner.add_module(CHILD, self.embedding)
+        if embedding is not None:
+            owner.add_module(CHILD, embedding)
         if table is not None and not table_stays:
             # Without a gradient, or several processes would wait for it.
             self.table = table.requires_grad_(False)
             table.forward = _TablePlace(owner, table.embedding_dim).forward  # type: ignore[method-assign]
-        elif self.embedding is not None:
+        elif embedding is not None:
             block = model.get_submodule(_block_of(model, self.layers[0].name))
             self.entrance = block.register_forward_pre_hook(_BlockEntry(owner).before, with_kwargs=True)
 
-    def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
+    def save_pretrained(
+        self,
+        model: PreTrainedModel,
+        save_directory: str | Path,
+        is_main_process: bool = True,
+        state_dict: dict[str, Any] | None = None,
+        push_to_hub: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         """As in transformers, with an entry by which `lw.load` puts the encoding back and which nobody can miss."""
-        type(self.model).save_pretrained(self.model, save_directory, *args, **kwargs)
-        if (Path(save_directory) / "config.json").is_file():
-            mark_config(save_directory, self.entry, width_name(self.model.config))
+        if push_to_hub:
+            raise NotImplementedError(
+                "save_pretrained of a fitted model writes a folder alone, got push_to_hub=True; call "
+                "model.push_to_hub(name)"
+            )
+        type(model).save_pretrained(model, save_directory, is_main_process, state_dict, push_to_hub, *args, **kwargs)
+        if is_main_process and (Path(save_directory) / "config.json").is_file():
+            mark_config(save_directory, self.entry, width_name(model.config))
 
     def undo(self) -> None:
         """Leave the model as it was."""
@@ -121,7 +152,9 @@ class Fit:
         owner = self.swap.owner
         for module in (owner, *(layer.module for layer in self.layers)):
             module._modules.pop(CHILD, None)
-        del owner._lengthwise_fit, self.model.save_pretrained
+        for inner in _models_around(self.model, owner):
+            inner.__dict__.pop("save_pretrained", None)
+        del owner._lengthwise_fit
         self.swap.undo()
 
 
@@ -162,16 +195,11 @@ def fit(
     chosen = _chosen(layers, len(every))
     embedding, specs = _resolved(model, every, chosen, listed, keep=keep)
     encodings = {number: _fitted(every[number], spec) for number, spec in zip(chosen, specs, strict=True)}
-    new = Fit(
-        model,
-        entry,
-        every,
-        encodings,
-        None if embedding is None else _fitted_embedding(model, every[0], embedding),
-    )
+    entering = None if embedding is None else _fitted_embedding(model, every[0], embedding)
+    new = Fit(model, entry, every)
     stays = keep or any(OWN in spec.encoding.split("+") for spec in listed)
     try:
-        new.install(table_stays=stays, freeze=freeze)
+        new.install(encodings, entering, table_stays=stays, freeze=freeze)
     except BaseException:
         new.undo()
         raise
@@ -191,6 +219,12 @@ def fit_of(model: nn.Module) -> Fit | None:
     """What `fit` put into a model; None if nothing."""
     modules: Any = model.modules()
     return next((module._lengthwise_fit for module in modules if hasattr(module, "_lengthwise_fit")), None)
+
+
+def _models_around(model: PreTrainedModel, owner: nn.Module) -> list[PreTrainedModel]:
+    """The models of transformers in a model that have the one with the attention layers in them, or are it."""
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return [module for module in models if any(part is owner for part in module.modules())]
 
 
 def run_encoding(call: LayerCall) -> Output:
@@ -245,7 +279,9 @@ def _check_model(model: object) -> None:
     if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
         raise NotImplementedError(f"{name} is quantised; fit the model that it was made from")
     if fit_of(model) is not None:
-        raise ValueError(f"{name} is fitted already; take that out first: lw.unfit(model)")
+        raise ValueError(f"{name} is fitted or accelerated already; take that out first: lw.unfit(model)")
+    if swap_of(model) is not None:
+        raise ValueError(f"{name} is stretched; take that out first: lw.unstretch(model)")
 
 
 def _listed(encoding: object, options: Mapping[str, object]) -> list[LayerSpec]:

@@ -25,9 +25,11 @@ def width_name(config: object) -> str:
 
 
 def mark_config(folder: str | Path, entry: dict[str, Any], width: str) -> None:
-    """Write the entry into a folder's config.json, and the mark into the field with the width."""
+    """Write the entry into a folder's config.json, and the mark into the field with the width, unless it is there."""
     path = Path(folder) / "config.json"
     config = json.loads(path.read_text())
+    if config.get(width) == MARK:
+        return
     config[ENTRY] = entry | {"width": {"name": width, "value": config.get(width)}}
     config[width] = MARK
     write_atomic(path, json.dumps(config, indent=2, sort_keys=True) + "\n")

@@ -136,4 +136,4 @@ def _adds_bias(model: PreTrainedModel) -> bool:
         return model.config.overrides("bias", everywhere=True)
     current = fit_of(model)
     held = [] if current is None else list(current.encodings.values())
-    return bool(held) and all(one.encoding.overrides("bias") for one in held)
+    return bool(held) and all(encoding.overrides("bias") for encoding in held)

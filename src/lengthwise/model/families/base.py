@@ -182,8 +182,25 @@ class Family(ABC):
             )
 
 
+SWAPPED = "lengthwise_swapped"
+ACCELERATED = "lengthwise_accelerated"
+OURS = (SWAPPED, ACCELERATED)
+"""The names under which transformers knows our attention and mask functions in models of others."""
+
 Implementations = list[tuple[Any, str]]
 """Configs, each with the attention implementation that it had."""
+
+
+def check_configs(model: nn.Module) -> None:
+    """An error if attention of ours runs under a config of the model already: undoing both would spoil it for good."""
+    modules: Any = model.modules()
+    for module in modules:
+        name = getattr(getattr(module, "config", None), "_attn_implementation", None)
+        if name in OURS:
+            raise ValueError(
+                f"{type(model).__name__} has a config under which attention of ours runs already, {name!r}; take it "
+                "out of the model that shares it, and give each model a config of its own"
+            )
 
 
 def set_implementation(model: nn.Module, name: str) -> Implementations:

@@ -18,11 +18,9 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from lengthwise.bias import Bias, DistanceBias, LevelBias
 from lengthwise.model.attention import Output, lengthwise_attention
 from lengthwise.model.cache import remember
+from lengthwise.model.families.base import ACCELERATED
 from lengthwise.model.families.swap import PLAIN, LayerCall, Placed, Run, swapped_attention
 from lengthwise.token_layout import Slot, TokenLayout, layout
-
-ACCELERATED = "lengthwise_accelerated"
-"""The name under which transformers knows our attention and mask functions."""
 
 BY_LAYER = object()
 """Stands where T5 and its relatives would fill in a bias."""
@@ -67,7 +65,7 @@ class Described:
                 f"{type(self).__bases__[-1].__name__} trains with attention dropout {dropout}, which there is not "
                 "here; set it to 0 in the config, or pass attention_dropout='leave out'"
             )
-        places = placed.layout
+        places, weights = placed.layout, weights or placed.weights
         if placed.observer is None and not weights and k.shape[2] == places.key_count:
             # What the general road comes to without hooks, weights and room behind the keys: decoding feels it.
             return lengthwise_attention(module, q, k, v, None, layout=places, bias=bias(placed), scale=scale)
@@ -123,20 +121,23 @@ def accelerated_mask(
     kv_length: int,
     q_offset: Slot = 0,
     mask_function: Callable[..., Any] | None = None,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | Placed | None = None,
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Placed:
-    """The tokens of a pass, in the place of a mask."""
+    """The tokens of a pass, in the place of a mask; `generate` may have had it made already, for a static cache."""
+    if isinstance(attention_mask, Placed):
+        attention_mask = attention_mask.padding
     if mask_function not in (None, causal_mask_function, bidirectional_mask_function):
         raise NotImplementedError(
             "an accelerated model knows padding and order alone, got a mask of another kind over them"
         )
     two_sided = mask_function is bidirectional_mask_function
     across = two_sided and q_length != kv_length
-    return placed_by(
+    placed = placed_by(
         attention_mask, q_length, kv_length, past=q_offset, causal=not two_sided, across=across, device=device
     )
+    return placed if attention_mask is None else replace(placed, padding=attention_mask)
 
 
 def accelerated_attention(
@@ -149,11 +150,16 @@ def accelerated_attention(
     scaling: float = 1.0,
     dropout: float = 0.0,
     position_bias: object = None,
+    output_attentions: bool | None = None,
     **kwargs: Any,
 ) -> Output:
     """The attention function that transformers knows, for families that call one: the layer describes its own bias."""
     own: Output = module.attend(
-        query, key, value, attention_mask, bias=module.described_bias, scale=scaling, dropout=dropout
+        *(query, key, value, attention_mask),
+        bias=module.described_bias,
+        scale=scaling,
+        dropout=dropout,
+        weights=module.config.output_attentions if output_attentions is None else output_attentions,
     )
     return own
 

@@ -1,15 +1,18 @@
-"""What the attention layers of a model of transformers are, seen in two passes over a few tokens.
+"""What the attention layers of a model of transformers are, seen in three passes over a few tokens.
 
     for layer in attention_layers(model):
         print(layer.number, layer.shape.heads, layer.kv_heads, layer.window, layer.encoding, layer.options)
 
 One pass with the model's own rotation and one without it, on the same inputs of every layer, say what the rotation is:
-our `rope` with the options of the config must turn the second queries into the first, or it is not known.
+our `rope` with the options of the config must turn the second queries into the first, or it is not known. The third,
+without it and at other positions, says whether a module rotates by itself, where nobody can get at it.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from inspect import signature
 from typing import Any
 
 import torch
@@ -23,7 +26,7 @@ from lengthwise.encodings._rotary import PAIR_LAYOUTS
 from lengthwise.encodings.registry import build
 from lengthwise.model.attention import Output
 from lengthwise.model.families import classes_that_take_runs, family_of
-from lengthwise.model.families.swap import LayerCall, as_before, attention_modules, owner_of, swap_attention
+from lengthwise.model.families.swap import LayerCall, Run, as_before, attention_modules, owner_of, swap_attention
 from lengthwise.token_layout import TokenLayout, Window
 
 FARTHEST = 4096
@@ -80,24 +83,45 @@ def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
     described = classes_that_take_runs(model)
     modules = attention_modules(model, described)
     owner_of(model, modules)
-    own: dict[int, tuple[LayerCall, Output]] = {}
-    flat: dict[int, LayerCall] = {}
+    # A module that several layers share is called several times.
+    own: defaultdict[int, list[tuple[LayerCall, Output]]] = defaultdict(list)
+    flat: defaultdict[int, list[LayerCall]] = defaultdict(list)
+    moved: defaultdict[int, list[LayerCall]] = defaultdict(list)
 
     def as_it_is(call: LayerCall) -> Output:
-        own[call.number] = call, as_before(call)
-        return own[call.number][1]
+        before = own[call.number]
+        if before and before[-1][0].x is call.x:
+            raise NotImplementedError(
+                f"{type(call.module).__name__} calls attention more than once for the same tokens, which would be "
+                "cached as often"
+            )
+        before.append((call, as_before(call)))
+        return before[-1][1]
 
-    def unrotated(call: LayerCall) -> Output:
-        flat[call.number] = call
-        return own[call.number][1]
+    def unrotated(calls: defaultdict[int, list[LayerCall]]) -> Run:
+        def run(call: LayerCall) -> Output:
+            calls[call.number].append(call)
+            return own[call.number][len(calls[call.number]) - 1][1]
+
+        return run
 
     positions = _positions(model)
+    counted = torch.arange(positions.shape[1])[None]
+    passes = ((as_it_is, True, positions), (unrotated(flat), False, positions), (unrotated(moved), False, counted))
     every = range(len(modules))
     with evaluating(model), torch.no_grad():
-        for run, rotated in ((as_it_is, True), (unrotated, False)):
+        for run, rotated, places in passes:
             swap = swap_attention(model, dict.fromkeys(every, run), rotated=rotated, described=described)
             try:
-                _run_body(model, positions)
+                _run_body(model, places)
+            except (NotImplementedError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                kind = type(next(iter(modules.values()))).__name__
+                raise NotImplementedError(
+                    f"{kind} of {type(model).__name__} does not run with attention of ours in place: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
             finally:
                 swap.undo()
     missing = [name for number, name in enumerate(modules) if number not in flat]
@@ -105,11 +129,23 @@ def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
         raise NotImplementedError(
             f"{missing[0]} of {type(model).__name__} does not take part in a forward pass of text"
         )
+    for number in flat:
+        _check_no_rotation(flat[number][0], moved[number][0])
     biased = bool(described) and family_of(model).undescribed is None
     return [
-        _layer(model, name, module, own[number][0], flat[number], positions, adds_bias=biased)
+        _layer(model, name, module, own[number][0][0], flat[number][0], positions, adds_bias=biased)
         for number, (name, module) in enumerate(modules.items())
     ]
+
+
+def _check_no_rotation(call: LayerCall, other: LayerCall) -> None:
+    """An error if a module turns queries or keys by positions that are no angles which it is given."""
+    # Where positions are added to what enters, nothing can be told.
+    if _same(other.x, call.x) and not (_same(other.q, call.q) and _same(other.k, call.k)):
+        raise NotImplementedError(
+            f"{type(call.module).__name__} rotates queries and keys by angles that it makes itself, so its rotation "
+            "can be neither seen nor replaced"
+        )
 
 
 def train_length(model: PreTrainedModel) -> int:
@@ -139,6 +175,8 @@ def _run_body(model: PreTrainedModel, positions: Tensor) -> None:
     given: dict[str, Any] = {"input_ids": tokens.to(model.device)}
     if getattr(config, "rope_parameters", None):
         given["position_ids"] = positions.to(model.device)
+    if "use_cache" in signature(model.base_model.forward).parameters:
+        given["use_cache"] = False
     model.base_model(**given)
 
 

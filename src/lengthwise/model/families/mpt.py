@@ -1,10 +1,11 @@
 """MPT: ALiBi as -slope (longest - 1 - key position), in an order of slopes of its own; it ends at max_seq_len."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
-from transformers.models.mpt.modeling_mpt import MptAttention
+from transformers.models.mpt.modeling_mpt import MptAttention, MptBlock
 
 from lengthwise.bias import LevelBias
 from lengthwise.model.families.base import AttentionRecord, HookedFamily, key_level_bias, sliced, split_heads
@@ -58,7 +59,7 @@ class DescribedMptAttention(Described, MptAttention):
         """As it was, but for the matrices of scores."""
         q, k, v = _qkv(self, hidden_states)
         scale: Any = self.softmax_scale
-        out, _ = self.attend(
+        out, weights = self.attend(
             *(q, k, v, attention_mask),
             bias=lambda placed: shared(placed, MptAttention, lambda: _level_bias(position_bias, placed)),
             scale=scale,
@@ -66,7 +67,26 @@ class DescribedMptAttention(Described, MptAttention):
             cache=past_key_values,
             **kwargs,
         )
-        return self.out_proj(out.flatten(2)), None
+        return self.out_proj(out.flatten(2)), weights
+
+
+class DescribedMptBlock(Described, MptBlock):
+    """MPT's block, which does not tell its attention whether the weights are wanted."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_bias: Tensor,
+        attention_mask: Any,
+        layer_past: Any = None,
+        use_cache: bool = False,
+        output_attentions: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """As it was."""
+        if output_attentions and isinstance(attention_mask, Placed):
+            attention_mask = replace(attention_mask, weights=True)
+        return super().forward(hidden_states, position_bias, attention_mask, layer_past, use_cache, **kwargs)
 
 
 def _level_bias(alibi: Tensor, placed: Placed) -> LevelBias:
@@ -82,4 +102,4 @@ def _qkv(module: Any, x: Tensor) -> Any:
     return mixed.unflatten(-1, (3, module.n_heads, -1)).permute(2, 0, 3, 1, 4)
 
 
-MptFamily.described = {MptAttention: DescribedMptAttention}
+MptFamily.described = {MptAttention: DescribedMptAttention, MptBlock: DescribedMptBlock}

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,16 +31,14 @@ from lengthwise.encodings import AttentionShape, Encoding
 from lengthwise.model.attention import CAPTURE, NAME, Output, attend_options, lengthwise_attention
 from lengthwise.model.cache import cached_layout, cached_length
 from lengthwise.model.encoded import encoded_attention
-from lengthwise.model.families.base import restore_implementations, set_implementation
+from lengthwise.model.families.base import SWAPPED, check_configs, restore_implementations, set_implementation
 from lengthwise.model.layout import added_by, make_layout, with_mask
 from lengthwise.token_layout import Band, Slot, TokenLayout, Window
-
-SWAPPED = "lengthwise_swapped"
-"""The name under which transformers knows our attention and mask functions."""
 
 CACHES = ("past_key_values", "layer_past")
 """What attention modules call their cache."""
 
+T = TypeVar("T")
 Classes = Mapping[type[nn.Module], type[nn.Module]]
 """Classes of modules, and those in their places."""
 
@@ -72,12 +70,35 @@ def _observer_of_pass() -> Observer | None:
     return None if torch.compiler.is_compiling() else _observer.get()
 
 
-@dataclass(frozen=True, eq=False)
-class Placed:
-    """What rides in the place of the mask: where the tokens of this pass stand, and how far a kind of layer sees."""
+SHARED = "it is shared with a fitted or stretched model, or a copy of its config; give each model a config of its own"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MaskPlace:
+    """What stands in the place of a mask, which no attention but ours can use."""
 
     ndim: ClassVar[int] = 0
     """Families look at the axes of a mask before they add to it."""
+
+    padding: Tensor | None = None
+    """The mask of which this took the place: all that is left of it once a pass is over."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """MPT makes its mask one of booleans."""
+        return self
+
+    def contiguous(self) -> Self:
+        """`generate` lays out the masks that it prepares."""
+        return self
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise ValueError(f"a model without attention of ours runs under a config with it: {SHARED}")
+
+
+@dataclass(frozen=True, eq=False)
+class Placed(MaskPlace):
+    """What rides in the place of the mask: where the tokens of this pass stand, and how far a kind of layer sees."""
 
     layout: TokenLayout
     window: Window | None = None
@@ -97,10 +118,6 @@ class Placed:
         if key not in self.memo:
             self.memo[key] = make()
         return self.memo[key]
-
-    def to(self, *args: Any, **kwargs: Any) -> "Placed":
-        """MPT makes its mask one of booleans."""
-        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,24 +222,26 @@ class NewTokens(Cache):
         return key_states, value_states
 
 
-class _Current:
-    """The pass that is under way: a context variable, or in a compiled graph, which knows none, an attribute."""
+class _Current(Generic[T]):
+    """What belongs to the pass that is under way: a context variable, or in a compiled graph, which knows none, an
+    attribute."""
 
-    def __init__(self) -> None:
-        self.variable: ContextVar[Placed | None] = ContextVar("placed", default=None)
-        self.plain: Placed | None = None
+    def __init__(self, name: str) -> None:
+        self.variable: ContextVar[T | None] = ContextVar(name, default=None)
+        self.plain: T | None = None
 
-    def set(self, placed: Placed | None) -> None:
+    def set(self, value: T | None) -> None:
         if torch.compiler.is_compiling():
-            self.plain = placed
+            self.plain = value
         else:
-            self.variable.set(placed)
+            self.variable.set(value)
 
-    def get(self) -> Placed | None:
+    def get(self) -> T | None:
         return self.plain if torch.compiler.is_compiling() else self.variable.get()
 
 
-_current = _Current()
+_current: _Current[Placed] = _Current("placed")
+_given_positions: _Current[Tensor] = _Current("given_positions")
 
 
 def current_layout() -> TokenLayout | None:
@@ -253,6 +272,7 @@ class Swap:
             raise ValueError(
                 f"{type(model).__name__} has attention of ours in place already; take it out first: lw.unfit(model)"
             )
+        check_configs(model)
         self.classes = swap_classes(model, described)
         self.causal = is_causal(next(iter(modules.values())))
         self.names = tuple(inspect.signature(self.owner.forward).parameters)
@@ -261,6 +281,9 @@ class Swap:
             self.owner.register_forward_pre_hook(self.enter, with_kwargs=True),
             self.owner.register_forward_hook(self.leave, always_call=True),
         ]
+        self.drops_positions = "position_ids" not in inspect.signature(model.forward).parameters
+        if self.drops_positions:
+            self.handles.append(model.register_forward_pre_hook(self.carry_positions, with_kwargs=True))
         for number, module in enumerate(modules.values()):
             own = rotated or number not in runs
             hook = _LayerHook(module, number, runs.get(number, as_before), None if own else angles)
@@ -276,6 +299,13 @@ class Swap:
         restore_classes(self.classes)
         del self.owner._lengthwise_swap
 
+    def carry_positions(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Take position_ids past a head that does not hand them on, such as those of BLOOM and MPT."""
+        _given_positions.set(kwargs.get("position_ids"))
+        return args, kwargs
+
     def enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -287,19 +317,30 @@ class Swap:
             raise ValueError("expected either input_ids or inputs_embeds, got neither")
         mask, cache = given.get("attention_mask"), given.get("past_key_values")
         if isinstance(mask, dict):
+            if any(isinstance(each, Tensor) and each.ndim == 4 for each in mask.values()):
+                raise NotImplementedError(
+                    f"expected one explicit mask for all layers, got one for each kind of them: {', '.join(mask)}"
+                )
             # By kind of layer, as `generate` makes them; ours are the padding alone, all the same.
             mask = given["attention_mask"] = next(iter(mask.values()))
+        if isinstance(mask, MaskPlace):
+            # `generate` had it made, perhaps while a pass that was interrupted seemed to be under way.
+            mask = given["attention_mask"] = mask.padding
         explicit = mask if isinstance(mask, Tensor) and mask.ndim == 4 else None
         if explicit is not None:
             mask = given["attention_mask"] = None
         past, capacity = self._cached(cache)
+        positions = given.get("position_ids")
+        if self.drops_positions:
+            positions = _given_positions.get() if positions is None else positions
+            _given_positions.set(None)
         layout = make_layout(
             tokens,
             attention_mask=mask,
-            position_ids=given.get("position_ids"),
+            position_ids=positions,
             past=past,
             capacity=capacity,
-            cached=cache is not None,
+            cached=cache is not None or (positions is not None and self._makes_cache(given)),
             causal=self.causal,
         )
         added = None
@@ -319,6 +360,12 @@ class Swap:
                 f"expected a cache of a decoder, such as DynamicCache(), got a {type(cache).__name__}"
             )
         return cached_length(cache, [window or 0 for window in self.windows])
+
+    def _makes_cache(self, given: Mapping[str, Any]) -> bool:
+        """Whether the model is about to make a cache of its own, which somebody may go on with."""
+        wanted = given.get("use_cache")
+        wanted = getattr(self.owner.config, "use_cache", False) if wanted is None else wanted
+        return bool(wanted) and self.causal and not self.owner.training
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """The pass is over."""
@@ -359,13 +406,24 @@ class _LayerHook:
             raise NotImplementedError("an explicit mask of numbers needs a cache that keeps all keys")
         own, turned = given.get("position_embeddings"), False
         if own is not None and self.angles is not None:
+            try:
+                cos, sin = own
+            except ValueError:
+                raise NotImplementedError(
+                    f"{type(module).__name__} must be given its angles as cosine and sine, got one {type(own).__name__}"
+                ) from None
             # Who observes wants queries and keys before and after.
             angles = None if placed.observer is not None else self.angles(module, placed, own)
             turned = angles is not None
-            flat = angles or placed.once(own[0].shape, lambda: (torch.ones_like(own[0]), torch.zeros_like(own[1])))
+            flat = angles or placed.once(cos.shape, lambda: (torch.ones_like(cos), torch.zeros_like(sin)))
             given["position_embeddings"] = flat
+        x = given.get("hidden_states")
+        if x is None:
+            raise NotImplementedError(
+                f"{type(module).__name__} must be given hidden_states, got {', '.join(self.names[:3])}"
+            )
         given["attention_mask"] = None
-        known = {"number": self.number, "x": given["hidden_states"], "layout": layout, "placed": placed}
+        known = {"number": self.number, "x": x, "layout": layout, "placed": placed}
         given["lengthwise"] = self.run, known | {"cache": cache, "turned": turned}
         return (), given
 
@@ -382,26 +440,49 @@ def swapped_attention(
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Any = None,
+    indices: Any = None,
+    block_indices: Any = None,
+    sinks: Any = None,
     **kwargs: Any,
 ) -> Output:
     """The attention function that transformers knows: what a layer's hook knows, with the queries, keys and values."""
     if lengthwise is None:
+        if not any(isinstance(getattr(hook, "__self__", None), _LayerHook) for hook in _hooks(module)):
+            raise ValueError(
+                f"{type(module).__name__} has no attention of ours in place, but its config says {SWAPPED!r}: {SHARED}"
+            )
         raise NotImplementedError(
             f"{type(module).__name__} does not hand its keywords on to the attention function, so nothing of ours "
             "gets there"
         )
-    if kwargs.get("position_bias") is not None:
-        raise NotImplementedError(
-            f"{type(module).__name__} adds a bias of its own, which cannot be replaced; lw.accelerate describes that "
-            "of T5 and its relatives"
-        )
+    if not (attention_mask is position_bias is indices is block_indices is sinks is None):
+        _refuse(module, attention_mask=attention_mask, position_bias=position_bias)
     factor = getattr(module, "scaling", None)
     if scaling == 1.0 and isinstance(factor, float) and factor != 1.0:
         # OPT and BART scale their queries themselves; encodings want them as they are.
         query, scaling = query / factor, factor
     run, known = lengthwise
     own: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink": s_aux, "dropout": dropout}
-    return run(LayerCall(module=module, q=query, k=key, v=value, **known, **own))
+    out, weights = run(LayerCall(module=module, q=query, k=key, v=value, **known, **own))
+    return out.contiguous(), weights
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    return list(module._forward_pre_hooks.values())
+
+
+def _refuse(module: nn.Module, *, attention_mask: Any, position_bias: Any) -> NoReturn:
+    """What changes the scores, and would be lost."""
+    name = type(module).__name__
+    if position_bias is not None:
+        raise NotImplementedError(
+            f"{name} adds a bias of its own, which cannot be replaced; lw.accelerate describes that of T5 and its "
+            "relatives"
+        )
+    if attention_mask is not None:
+        raise NotImplementedError(f"{name} makes a mask of its own, which cannot be told from positions")
+    raise NotImplementedError(f"{name} chooses keys or adds sinks in a manner of its own, which is unknown")
 
 
 def swapped_mask(
@@ -412,18 +493,21 @@ def swapped_mask(
     use_vmap: bool = False,
     mask_function: Callable[..., Any] | None = None,
     **kwargs: Any,
-) -> Placed | Tensor | None:
+) -> MaskPlace:
     """The layout of the pass, for one kind of layer; outside of one, where `generate` prepares it, the padding."""
     placed = _current.get()
     if placed is None:
-        return attention_mask
+        return MaskPlace(padding=attention_mask)
     # What is cut off, documents that are packed, is in the layout; what is added is known to nobody.
     joined = not torch.compiler.is_compiling() and "or_masks" in getattr(mask_function, "__qualname__", "")
     if use_vmap or joined:
         raise NotImplementedError(
             f"{type(config).__name__} lays a mask of its own over the usual one, which is unknown"
         )
-    return replace(placed, window=_window(config, local_size, causal=placed.layout.causal))
+    # An explicit mask says all of what is seen.
+    explicit = placed.layout.mask is not None
+    window = None if explicit else _window(config, local_size, causal=placed.layout.causal)
+    return replace(placed, window=window, padding=attention_mask)
 
 
 def _window(config: Any, size: int | None, *, causal: bool) -> Window | None:

@@ -12,7 +12,8 @@
 
 L is the trained length. With d = query - key, both counted in real tokens of the own document, a method is a list of
 bands, in each of which queries and keys turn by positions of their own; the bands are merged by log-sum-exp, exactly.
-Keys are cached unrotated. Layers that see no further than L by a window of their own stay as they are.
+Keys are cached unrotated. Layers that see no further than L by a window of their own stay as they are, and so do layers
+without RoPE: but keys that a method drops are dropped there too, or the control would read far text.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,11 +33,12 @@ from lengthwise.errors import check_int, describe
 from lengthwise.model.attention import NAME
 from lengthwise.model.families import classes_that_take_runs
 from lengthwise.model.families.layers import AttentionLayer, attention_layers
-from lengthwise.model.families.swap import LayerCall, Swap, swap_attention
+from lengthwise.model.families.swap import PLAIN, LayerCall, Swap, swap_attention
 from lengthwise.model.modeling import LengthwiseAttention, LengthwisePreTrainedModel
 from lengthwise.model.schedule import LayerSpec
 from lengthwise.model.stretch.rope import StretchedRope
 from lengthwise.model.stretch.spec import StretchSpec, parse_stretch
+from lengthwise.token_layout import Window
 
 RECORD = "_lengthwise_stretched"
 """Where a model keeps what was done to it."""
@@ -62,11 +64,15 @@ class Replaced:
     """RoPEs of one of our models with others in their places."""
 
     sites: tuple[Site, ...]
+    windows: tuple[tuple[LengthwiseAttention, Window | None], ...] = ()
+    """Layers without RoPE that got a window, and what they had."""
 
     def undo(self) -> None:
         """The model's own back."""
         for site in self.sites:
             site.put(site.rope)
+        for layer, window in self.windows:
+            layer.window = window
 
 
 @dataclass(frozen=True)
@@ -171,6 +177,21 @@ def _sees_beyond(reach: int | None, length: int) -> bool:
     return reach is None or reach > length
 
 
+def _window_elsewhere(spec: StretchSpec, length: int, layers: Sequence[LayerSpec]) -> Window | None:
+    """The window of layers without RoPE that see beyond the trained length; None where no key is dropped."""
+    method = spec.bands(length)
+    if method is None or not method.drops_keys or not layers:
+        return None
+    window = method.bands()
+    for layer in layers:
+        if layer.window is not None or not find(layer.encoding).takes_window(window):
+            raise NotImplementedError(
+                f"{spec.label!r} drops keys, so layers without RoPE must be able to have its window, got one with "
+                f"{layer.label!r}"
+            )
+    return window
+
+
 def _stretch_ours(model: LengthwisePreTrainedModel, spec: StretchSpec, length: int) -> Stretched:
     if model.config._attn_implementation not in (NAME, "eager"):
         raise NotImplementedError(
@@ -188,9 +209,25 @@ def _stretch_ours(model: LengthwisePreTrainedModel, spec: StretchSpec, length: i
     sites = tuple(site for site in every if _sees_beyond(site.reach, length))
     # All of them before the first is in place: an error leaves the model as it is.
     encodings = tuple(StretchedRope(site.rope, spec, length) for site in sites)
+    others = _layers_without_rope(model, length)
+    window = _window_elsewhere(spec, length, [model.config.schedule[layer.layer_idx] for layer in others])
+    change = Replaced(sites, tuple((layer, layer.window) for layer in others if window is not None))
     for site, encoding in zip(sites, encodings, strict=True):
         site.put(encoding)
-    return Stretched(spec, length, encodings, Replaced(sites))
+    for module, _ in change.windows:
+        module.window = window
+    return Stretched(spec, length, encodings, change)
+
+
+def _layers_without_rope(model: LengthwisePreTrainedModel, length: int) -> list[LengthwiseAttention]:
+    """Those that see beyond the trained length."""
+    layers = [module for module in model.modules() if isinstance(module, LengthwiseAttention)]
+    specs = [model.config.schedule[layer.layer_idx] for layer in layers]
+    return [
+        layer
+        for layer, spec in zip(layers, specs, strict=True)
+        if "rope" not in spec.encoding.split("+") and _sees_beyond(spec.reach, length)
+    ]
 
 
 def _sites(model: LengthwisePreTrainedModel) -> list[Site]:
@@ -212,9 +249,10 @@ def _sites(model: LengthwisePreTrainedModel) -> list[Site]:
 
 
 def _stretch_theirs(model: PreTrainedModel, spec: StretchSpec, length: int) -> Stretched:
-    rotating = [layer for layer in attention_layers(model) if layer.rotates]
-    reaches = {layer.number: LayerSpec(window=layer.window).reach for layer in rotating}
-    _check_reach(model, spec, length, list(reaches.values()))
+    every = attention_layers(model)
+    rotating = [layer for layer in every if layer.rotates]
+    reaches = {layer.number: LayerSpec(window=layer.window).reach for layer in every}
+    _check_reach(model, spec, length, [reaches[layer.number] for layer in rotating])
     if spec.method is not None and not all(layer.shape.causal for layer in rotating):
         raise NotImplementedError(f"bands are for causal models, got {type(model).__name__}, which sees later tokens")
     encodings = {
@@ -223,6 +261,10 @@ def _stretch_theirs(model: PreTrainedModel, spec: StretchSpec, length: int) -> S
         if _sees_beyond(reaches[layer.number], length)
     }
     runs = {number: partial(LayerCall.run, encoding=encoding) for number, encoding in encodings.items()}
+    others = [layer for layer in every if not layer.rotates and _sees_beyond(reaches[layer.number], length)]
+    window = _window_elsewhere(spec, length, [LayerSpec(window=layer.window) for layer in others])
+    if window is not None:
+        runs |= {layer.number: partial(LayerCall.run, encoding=PLAIN, window=window) for layer in others}
     swap = swap_attention(model, runs, described=classes_that_take_runs(model))
     return Stretched(spec, length, tuple(encodings.values()), swap)
 

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
@@ -33,6 +34,8 @@ class Method(ABC):
 
     usage: ClassVar[str]
     """How it is written."""
+    drops_keys: ClassVar[bool] = False
+    """Whether some keys are not seen at all."""
     train_length: int
 
     def __post_init__(self) -> None:
@@ -55,12 +58,18 @@ class Method(ABC):
     def turnings(self, query: Index, key: Index) -> list[Turning]:
         """The bands, which share no pair."""
 
+    def bands(self) -> tuple[Band, ...]:
+        """The bands alone."""
+        one = torch.zeros(1, 1, dtype=torch.long)
+        return tuple(turning.band for turning in self.turnings(one, one))
+
 
 @dataclass(frozen=True)
 class PlainWindow(Method):
     """The nearest keys alone: what every other method must beat where far text matters."""
 
     usage: ClassVar[str] = "window[:W]"
+    drops_keys: ClassVar[bool] = True
     window: int | None = None
 
     @property
@@ -162,6 +171,7 @@ class LmInfinite(Method):
     """The nearest W keys, and the first N of the text, whose distance is at most W."""
 
     usage: ClassVar[str] = "lm-infinite:W[:N]"
+    drops_keys: ClassVar[bool] = True
     window: int
     first: int = 10
 
@@ -181,6 +191,7 @@ class Streaming(Method):
     """The nearest W keys, and the first N of the text; positions are counted in the keys that are left."""
 
     usage: ClassVar[str] = "streaming:W[:N]"
+    drops_keys: ClassVar[bool] = True
     window: int
     first: int = 4
 
