@@ -76,22 +76,25 @@ def skipped_share(call: AttentionCall) -> float:
     if isinstance(own, Refusal):
         raise NotImplementedError("; ".join(own.reasons))
     assert isinstance(own, TritonPlan)
-    share: float = _passes().skipped_share(finite_inputs(call)[0], own.notes)
+    share: float = _launched("skipped_share", finite_inputs(call)[0], own.notes)
     return share
 
 
-def _passes() -> Any:
-    """By name: only here is Triton imported, and an exported model has no such file."""
-    return importlib.import_module(f"{__name__}.passes")
+def _launched(name: str, call: AttentionCall, notes: custom_op.Notes, *saved: Tensor) -> Any:
+    """One of passes.py, by name: only here is Triton imported, and an exported model has no such file."""
+    passes = importlib.import_module(f"{__name__}.passes")
+    # Triton launches on the current device, which need not be that of the tensors; off CUDA this does nothing.
+    with torch.cuda.device_of(call.q):
+        return getattr(passes, name)(call, notes, *saved)
 
 
 def _forward(call: AttentionCall, notes: custom_op.Notes) -> tuple[Tensor, Tensor]:
-    results: tuple[Tensor, Tensor] = _passes().forward(call, notes)
+    results: tuple[Tensor, Tensor] = _launched("forward", call, notes)
     return results
 
 
 def _backward(call: AttentionCall, notes: custom_op.Notes, *saved: Tensor) -> dict[str, Tensor]:
-    gradients: dict[str, Tensor] = _passes().backward(call, notes, *saved)
+    gradients: dict[str, Tensor] = _launched("backward", call, notes, *saved)
     return gradients
 
 
