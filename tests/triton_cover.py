@@ -19,7 +19,7 @@ BIASES: dict[str, dict[str, object]] = {
     "curved levels": {"level": "log1p_square"},
     "lines": {"lines": 16},
     "profiles": {"profile": "query clamp", "profiles": 16},
-    "profiles of keys": {"profile": "key zero", "profiles": 32},
+    "profiles of keys": {"profile": "key zero", "profiles": 16},
     "tables and levels": {"tables": 2, "level": "linear"},
     "all": {
         **{"tables": 1, "by_position": True, "level": "linear", "lines": 16},
