@@ -6,6 +6,8 @@ cannot so much as slice one.)
 """
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -208,3 +210,22 @@ def test_a_machine_that_is_none_for_the_kernels_is_refused_in_words(fault, words
     else:
         with pytest.raises(AssertionError, match=words):
             raise AssertionError(reason)
+
+
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_kernels_are_launched_on_the_device_of_the_tensors(name, monkeypatch):
+    """Which need not be the current one: Triton launches there."""
+    current, launches = [None], []
+
+    @contextmanager
+    def device_of(tensor: Tensor) -> Iterator[None]:
+        current[0] = tensor
+        yield
+        current[0] = None
+
+    passes = SimpleNamespace(**{name: lambda call, notes, *saved: launches.append((call.q, current[0]))})
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(triton.importlib, "import_module", lambda _: passes)
+    getattr(triton, f"_{name}")(call_on("meta"), {})
+    assert [on is q for q, on in launches] == [True]
+    assert current == [None]

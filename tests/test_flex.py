@@ -261,6 +261,22 @@ def test_flex_says_what_it_cannot_do():
         assert "no backward pass on the CPU" in reasons(make_call(learned))
 
 
+def test_flex_says_what_it_cannot_do_off_the_cpu():
+    def on_meta(dim: int, profiles: int, learned: bool) -> str:
+        q = torch.zeros(1, HEADS, LENGTH, dim, device="meta")
+        rows = torch.zeros(1, HEADS, LENGTH, profiles, device="meta", requires_grad=learned)
+        layout = lw.layout(LENGTH, device="meta")
+        own = torch.zeros(1, profiles, 50, device="meta")
+        return reasons(
+            checked_call(q, q, q, layout=layout, bias=QueryDistanceBias(rows, own, layout.query, layout.key))
+        )
+
+    with torch.enable_grad():
+        assert "16 channels or more off the CPU, got 8" in on_meta(8, 1, learned=False)
+        assert "several profiles" in on_meta(16, 2, learned=True)
+        assert "profiles" not in on_meta(16, 2, learned=False) + on_meta(16, 1, learned=True)
+
+
 def reasons(call: AttentionCall) -> str:
     refusal = flex.plan(call)
     assert isinstance(refusal, Refusal)

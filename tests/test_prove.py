@@ -31,12 +31,32 @@ def test_a_quick_proof_on_the_cpu_is_one_whole_block(capsys, monkeypatch):
     assert "- flex: FlexAttention has no backward pass on the CPU" in text
 
 
-EXTENT = prove.Extent((5,), 3, (), 1, 8, 0.01)
+EXTENT = prove.Extent((5,), (8,), 3, (), 1, 8, 0.01)
 
 
 def laws(name: str) -> str:
     """What the report says of a backend without a bias."""
     return prove._verdict(name, CALLS["no bias"], torch.device("cpu"), torch.float32, EXTENT, {})
+
+
+def test_what_is_proved_and_timed_has_the_plan_that_a_user_gets(monkeypatch):
+    meta, plans = torch.device("meta"), []
+    call = prove._call_on(CALLS["DistanceBias"], meta, torch.float32, 37, 16)
+    plan = BACKENDS["triton"].plan
+    assert plan(call).notes == {"offset.0.0": 0}
+    monkeypatch.setattr(BACKENDS["triton"], "run", lambda call, own: plans.append(own) or (call.q, None))
+    prove._results("triton", call)
+    monkeypatch.setattr(prove, "_measured", lambda step, where, seconds: (step(), ([1.0], 0.0))[1])
+    monkeypatch.setattr(BACKENDS["triton"], "skipped_share", lambda call: plans.append(plan(call)) or 0.0)
+    list(prove._timed(meta, EXTENT, torch.float32, 37, "table", "triton", prove._by("triton")))
+    assert len(plans) == 4
+    assert all(own == plan(call) for own in plans)
+
+
+def test_heads_of_64_and_128_are_proved():
+    assert set(prove.FULL.widths) == {64, 128}
+    call = prove._call_on(CALLS["ContextualPositions"], torch.device("cpu"), torch.float32, 5, 64)
+    assert call.q.shape[3] == 64
 
 
 def test_a_proof_shows_what_is_wrong(monkeypatch):

@@ -15,7 +15,10 @@ from triton_targets import KINDS, Needs, needs
 
 from lengthwise.attention.triton.self_test import triton_version
 
-STACK = 64
+STACK, MORE_STACK = 64, 512
+"""Bytes that may spill: of what `make test` compiles, and of the whole table of tiles. Of that, keys_kernel of levels
+with documents, padding and shared keys spills 472 on 8.0, rows_kernel of lines 128 wide 160 on 9.0; nobody has timed
+whether smaller tiles would be better."""
 SHARED = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
 """What a block may have of shared memory, in KB, by capability."""
 
@@ -23,6 +26,7 @@ Case = tuple[str, tuple[int, int], int, torch.dtype]
 FEW: list[Case] = [
     *((kind, (8, 0), 64, torch.bfloat16) for kind in ("table", "level")),
     ("table and level", (9, 0), 64, torch.bfloat16),
+    ("none", (8, 6), 128, torch.float32),
 ]
 RECORD = Path(__file__).parent / "triton_record.json"
 """Instructions of a far tile, by card, kind, width, precision and kernel; under "triton" the version they are of."""
@@ -49,7 +53,7 @@ def name_of(case: Case, own: Needs) -> str:
 
 def assert_fits(case: Case, own: Needs) -> None:
     kind, capability, dim, dtype = case
-    assert own.stack <= STACK, own
+    assert own.stack <= (STACK if case in FEW else MORE_STACK), own
     assert own.shared <= 1024 * SHARED[capability], own
     assert not own.has_atomic, own
     assert not own.has_tf32, own

@@ -9,6 +9,7 @@ from itertools import combinations, product
 from typing import NamedTuple
 
 from lengthwise.attention.triton.self_test import Kind
+from lengthwise.attention.triton.tiles import FEW_ROWS
 
 BIASES: dict[str, dict[str, object]] = {
     "none": {},
@@ -16,11 +17,14 @@ BIASES: dict[str, dict[str, object]] = {
     "table by position": {"tables": 1, "by_position": True},
     "levels": {"level": "linear"},
     "curved levels": {"level": "log1p_square"},
-    "lines": {"has_lines": True},
-    "profiles": {"profile": "query clamp"},
-    "profiles of keys": {"profile": "key zero"},
+    "lines": {"lines": 16},
+    "profiles": {"profile": "query clamp", "profiles": 16},
+    "profiles of keys": {"profile": "key zero", "profiles": 16},
     "tables and levels": {"tables": 2, "level": "linear"},
-    "all": {"tables": 1, "by_position": True, "level": "linear", "has_lines": True, "profile": "query zero"},
+    "all": {
+        **{"tables": 1, "by_position": True, "level": "linear", "lines": 16},
+        **{"profile": "query zero", "profiles": 16},
+    },
 }
 AXES: dict[str, tuple[object, ...]] = {
     "bias": tuple(BIASES),
@@ -48,13 +52,14 @@ class Choice(NamedTuple):
     def kind(self) -> Kind:
         """The kind of its call."""
         power = 16 if self.width == 13 else self.width
-        plain: dict[str, object] = {"tables": 0, "by_position": False, "level": "", "has_lines": False, "profile": ""}
+        plain: dict[str, object] = {"tables": 0, "by_position": False, "level": "", "lines": 0}
         return Kind(
-            **(plain | BIASES[self.bias]),  # type: ignore[arg-type]
+            **(plain | {"profile": "", "profiles": 0} | BIASES[self.bias]),  # type: ignore[arg-type]
             dtype=self.dtype,
             width=power,
             value=power,
             is_narrower=self.width != power,
+            decoding="" if self.count > FEW_ROWS else "shares" if self.length > 63 else "whole",
             options=", ".join(filter(None, (self.mask, self.extras))),
             is_learned=True,
         )

@@ -12,6 +12,7 @@ import torch
 from random_calls import RandomCall, accepts, judge, random_call, run_backend
 from rounding import Inside, assert_within_rounding, rounding_noise
 from tiles_case import operator_arguments
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from triton import jit
@@ -116,6 +117,26 @@ def test_a_long_cache_is_spread_over_programs(monkeypatch):
         assert torch.allclose(a, b, atol=1e-6)
 
 
+class Counted(TorchDispatchMode):
+    """Counts operations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_more_shares_of_a_cache_take_no_more_operations():
+    call = checked_call(torch.randn(1, 1, 1, 16), *torch.randn(2, 1, 1, 200, 16))
+    counts = []
+    for shares in (2, 6):
+        with torch.no_grad(), Counted() as counted:
+            passes.forward(call, {"shares": shares})
+        counts.append(counted.count)
+    assert counts[0] == counts[1]
+
+
 def test_levels_are_as_exact_at_a_billion_as_at_zero():
     q, k, v = torch.randn(3, 1, 1, 50, 16)
     levels = torch.rand(1, 1, 50, dtype=torch.float64).cumsum(2)
@@ -144,6 +165,13 @@ def test_rows_beyond_two_to_the_31_are_where_they_are():
     assert [own.WIDE for own in flags] == [False, True]
     copy_far[(1,)](x, y, 2**28, x.stride(0), F=flags[1])
     assert torch.equal(y, x[:, :16])
+
+
+def test_a_band_that_reaches_far_ahead_hides_what_is_not_among_the_first():
+    q, k, v = torch.randn(3, 1, 1, 20, 16)
+    window = lw.Band(-(2**30), first=5)
+    ours, theirs = (lw.attend(q, k, v, causal=False, window=window, backend=name) for name in ("triton", "reference"))
+    assert torch.allclose(ours, theirs, atol=1e-6)
 
 
 def test_what_is_not_finite_stays_in_the_rows_that_see_it():
@@ -398,10 +426,8 @@ FAULTS: dict[str, tuple[Callable[[], None], str, str]] = {
 }
 
 
-def planted(folder: Path, name: str) -> Any:
+def planted(folder: Path, package: str, before: str, after: str) -> Any:
     """The kernels with a fault: a copy of their folder, as a package of its own."""
-    _, before, after = FAULTS[name]
-    package = f"planted_{list(FAULTS).index(name)}"
     (folder / package).mkdir()
     changes = 0
     for file in Path(kernels.__file__).parent.glob("*.py"):
@@ -416,10 +442,10 @@ def planted(folder: Path, name: str) -> Any:
 @pytest.mark.usefixtures("skips_short")
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_caught(name, tmp_path, monkeypatch):
-    check = FAULTS[name][0]
+    check, before, after = FAULTS[name]
     check()
     monkeypatch.syspath_prepend(tmp_path)
-    module = planted(tmp_path, name)
+    module = planted(tmp_path, f"planted_{list(FAULTS).index(name)}", before, after)
     for home in (passes, bounds):
         for kernel in [own for own in vars(home) if own.endswith("_kernel")]:
             monkeypatch.setattr(home, kernel, getattr(module, kernel))
@@ -435,10 +461,19 @@ def cards(monkeypatch, tmp_path):
     """The CPU as a card that must prove itself, with a cache folder of its own."""
     monkeypatch.setenv("LENGTHWISE_DATA", str(tmp_path))
     monkeypatch.setattr(triton, "NEED_PROOF", ("cpu",))
-    monkeypatch.setattr(self_test, "LENGTH", 9)
+    monkeypatch.setattr(self_test, "MANY", ((9, 9),))
+    monkeypatch.setattr(self_test, "FEW", ((3, 9),))
     self_test._verdicts.cache_clear()
     yield tmp_path
     self_test._verdicts.cache_clear()
+
+
+def by_own_kernels(call: AttentionCall, notes: Any) -> Any:
+    return triton.run(call, TritonPlan(dict(notes)))
+
+
+def no_run(call: AttentionCall, notes: Any) -> Any:
+    pytest.fail("run without need")
 
 
 def plain_call() -> AttentionCall:
@@ -470,9 +505,71 @@ def test_a_kind_that_fails_is_refused_with_the_command_that_reports_it(cards, mo
     monkeypatch.setattr(triton, "run", lambda call, _: 1 / 0)
     self_test._verdicts.cache_clear()
     assert isinstance(plan(plain_call()), Refusal)  # the verdict was kept
-    other = plan(steep(40, 40, kind="levels"))
-    assert isinstance(other, Refusal)
-    assert "ZeroDivisionError" in other.reasons[0]
+
+
+def test_an_error_is_a_verdict_of_its_process_alone(cards, monkeypatch):
+    with monkeypatch.context() as broken:
+        broken.setattr(triton, "run", lambda call, _: 1 / 0)
+        refusal = plan(plain_call())
+    assert isinstance(refusal, Refusal)
+    assert "ZeroDivisionError" in refusal.reasons[0]
+    assert plan(plain_call()) == refusal
+    self_test._verdicts.cache_clear()
+    assert isinstance(plan(plain_call()), TritonPlan)
+
+
+def test_a_proof_does_not_depend_on_what_the_caller_has_set(cards):
+    kind = Choice("lines", "", 9, "all", "", "float32", 16).kind._replace(tables=1, level="linear", is_learned=False)
+    try:
+        torch.set_default_device("meta")
+        torch.set_default_dtype(torch.bfloat16)
+        assert self_test.judge(kind, torch.device("cpu"), by_own_kernels, passes.skips) is None
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+
+
+def test_nothing_is_tried_on_tensors_without_numbers(cards):
+    with FakeTensorMode():
+        refusal = plan(plain_call())
+    assert isinstance(refusal, Refusal)
+    assert "tensors without numbers" in refusal.reasons[0]
+    assert isinstance(plan(plain_call()), TritonPlan)
+
+
+def test_few_queries_and_other_numbers_of_lines_and_profiles_are_kinds_of_their_own():
+    layout = lw.layout(2, past=198)
+    kinds = []
+    for batch, count in ((1, 3), (9, 3), (9, 19)):
+        q, k = torch.zeros(batch, 1, 2, 16), torch.zeros(batch, 1, 200, 16)
+        bias = lw.QueryDistanceBias(torch.zeros(1, 1, 2, count), torch.zeros(1, count, 9), layout.query, layout.key)
+        call = checked_call(q, k, k, layout=layout, bias=bias)
+        kinds.append(self_test.kind_of(call, terms_of(bias), follows_slots=True))
+    assert [(kind.decoding, kind.profiles) for kind in kinds] == [("shares", 16), ("whole", 16), ("whole", 32)]
+    notes = [self_test.small_call(kind, torch.device("cpu"), 2, 40)[1] for kind in kinds]
+    assert [own["shares"] > 1 for own in notes] == [True, False, False]
+
+
+UNMASKED = "s = scores_of(k, t, z, F, p, rows, keys, PHASE != 1).scores"
+MISCOMPILED = {
+    "no scores from the third unmasked tile on": "s *= tl.where(at >= 2 * F.BN, 0.0, 1.0)",
+    "unmasked scores that are off by a fifth": "s *= 1.2",
+}
+
+
+@pytest.mark.parametrize("name", MISCOMPILED)
+def test_a_proof_catches_what_every_long_call_would_meet(name, tmp_path, monkeypatch):
+    """With the tiles of a card, which are larger than the interpreter's."""
+    monkeypatch.setattr(inputs, "tile_for", lambda *sort: tiles.tile_for(*sort[:-1], (8, 0)))
+    monkeypatch.setattr(self_test, "MANY", self_test.MANY[1:])
+    monkeypatch.syspath_prepend(tmp_path)
+    fault = f"{UNMASKED}\n            if PHASE == 1:\n                {MISCOMPILED[name]}"
+    module = planted(tmp_path, f"miscompiled_{list(MISCOMPILED).index(name)}", UNMASKED, fault)
+    kind = Choice("table", "", 400, "all", "", "bfloat16", 16).kind._replace(is_learned=False)
+    if turn:
+        assert self_test.judge(kind, torch.device("cpu"), by_own_kernels, passes.skips) is None
+    monkeypatch.setattr(passes, "forward_kernel", module.forward_kernel)
+    assert "off by" in self_test.judge(kind, torch.device("cpu"), by_own_kernels, passes.skips)
 
 
 def test_a_result_that_changes_from_run_to_run_is_no_proof(cards, monkeypatch):
@@ -488,7 +585,7 @@ def test_a_result_that_changes_from_run_to_run_is_no_proof(cards, monkeypatch):
     assert "other bits" in refusal.reasons[0]
 
 
-def test_a_call_that_skips_is_a_kind_of_its_own_and_skips_when_it_proves_itself(monkeypatch):
+def test_a_call_that_skips_is_a_kind_of_its_own(monkeypatch):
     monkeypatch.setattr(tiles, "SHORTEST", 136)
     with torch.no_grad():
         kinds = [
@@ -496,14 +593,35 @@ def test_a_call_that_skips_is_a_kind_of_its_own_and_skips_when_it_proves_itself(
             for call in (steep(135, 135, kind="table"), steep(136, 136, kind="table"))
         ]
     assert [kind.has("skipping") for kind in kinds] == [False, True]
-    for kind, skips in zip(kinds, (False, True), strict=True):
-        call, notes = self_test.small_call(kind, torch.device("cpu"), self_test.LENGTH, self_test.LENGTH)
-        first = passes.first_keys(inputs.KernelInputs(call, notes))
-        assert (first is not None and int(first.max()) > 0) == skips
+    monkeypatch.setattr(tiles, "SHORTEST", 2048)
+    call, notes = self_test.small_call(kinds[0], torch.device("cpu"), 136, 136)
+    assert passes.first_keys(inputs.KernelInputs(call, notes)) is None
 
 
-def test_a_kind_proves_itself_in_a_layer_that_is_recomputed(cards, monkeypatch):
-    monkeypatch.setattr(self_test, "LENGTH", 5)
+SKIPPING = [
+    {"level": "linear", "width": 128, "value": 128, "options": "logit scale, padding, skipping"},
+    {"tables": 1},
+    {"tables": 2, "level": "linear", "options": "sink, documents, skipping"},
+    {"level": "linear", "options": "window, shared keys, skipping"},
+]
+"""The first is enough where time is short."""
+
+
+@pytest.mark.parametrize("own", SKIPPING if turn else SKIPPING[:1])
+def test_the_small_calls_of_a_kind_that_skips_do_skip(own, monkeypatch):
+    monkeypatch.setattr(inputs, "tile_for", lambda *sort: tiles.tile_for(*sort[:-1], (8, 0)))  # larger, so fewer
+    kind = Choice("none", "", 397, "all", "", "bfloat16", 64).kind._replace(**{"options": "skipping"} | own)
+    for size in self_test.MANY if turn else self_test.MANY[1:]:
+        assert passes.skips(*self_test.small_call(kind, torch.device("cpu"), *size))
+
+
+def test_a_kind_that_is_to_skip_and_does_not_is_no_proof():
+    kind = Choice("table", "", 9, "all", "", "float32", 16).kind._replace(options="skipping")
+    words = self_test.judge(kind, torch.device("cpu"), no_run, lambda call, notes: False)
+    assert words == "keys are to be skipped, and none is"
+
+
+def test_a_kind_proves_itself_in_a_layer_that_is_recomputed(cards):
     q = torch.randn(1, 1, 5, 16)
 
     def attend(q: torch.Tensor) -> torch.Tensor:
@@ -543,9 +661,11 @@ def test_in_a_compiled_graph_a_kind_must_have_proved_itself_before(cards):
 
 @pytest.mark.skipif(not turn, reason="behind prove")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
-def test_the_kernels_prove_themselves(case):
-    run = lambda call, notes: triton.run(call, TritonPlan(dict(notes)))  # noqa: E731
-    assert self_test.judge(case.kind, torch.device("cpu"), run) is None
+def test_the_kernels_prove_themselves(case, monkeypatch):
+    # As short as several of the interpreter's tiles: at the length of a card all cases would take days.
+    monkeypatch.setattr(self_test, "MANY", ((131, 131),))
+    monkeypatch.setattr(self_test, "FEW", ((3, 131),))
+    assert self_test.judge(case.kind, torch.device("cpu"), by_own_kernels, passes.skips) is None
 
 
 def test_a_kind_is_read_back_from_its_text():

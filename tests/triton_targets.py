@@ -157,6 +157,11 @@ def call_of(kind: str, dtype: torch.dtype = torch.bfloat16, dim: int = 64, lengt
     """A causal call with a learned bias of a kind."""
     q, k, v = (torch.zeros(1, 2, length, dim, dtype=dtype) for _ in range(3))
     layout = lw.layout(length)
+    if kind == "gathered":  # read by positions, which do not follow the slots
+        layout = lw.TokenLayout.of(2 * layout.query, 2 * layout.query, start=0)
+    if kind == "masked":
+        k, v = k[:, :1], v[:, :1]  # which both heads share
+        layout = lw.layout(length, key_mask=torch.arange(length)[None] > 2, documents=torch.arange(length)[None] // 50)
     at, positions = layout.query, torch.arange(length, dtype=torch.float64)[None, None]
     table = lw.DistanceBias(torch.zeros(2, length, requires_grad=True), at, at)
     slope = torch.ones(1, 2, 1, requires_grad=True)
@@ -167,6 +172,8 @@ def call_of(kind: str, dtype: torch.dtype = torch.bfloat16, dim: int = 64, lengt
     biases = {
         "none": None,
         "table": table,
+        "gathered": table,
+        "masked": lw.LevelBias(positions, positions, slope),
         "level": lw.LevelBias(positions, positions, slope),
         "log level": lw.LevelBias(positions, positions, slope, "log1p_square"),
         "line": lw.LineBias(curve, torch.ones(1, length), torch.arange(32.0), lines, lines),
@@ -176,7 +183,7 @@ def call_of(kind: str, dtype: torch.dtype = torch.bfloat16, dim: int = 64, lengt
     return checked_call(q, k, v, layout=layout, bias=biases[kind])
 
 
-KINDS = ("none", "table", "level", "log level", "line", "profile", "table and level")
+KINDS = ("none", "table", "gathered", "level", "masked", "log level", "line", "profile", "table and level")
 
 
 def needs(kind: str, capability: tuple[int, int], **options: Any) -> Iterator[Needs]:

@@ -126,12 +126,19 @@ def merge(*parts: Part) -> Part:
     for part in parts:
         if not (isinstance(part, tuple) and len(part) == 2 and part[0].shape[:3] == part[1].shape):
             raise ValueError(f"merge takes (out, lse) as attend(..., return_lse=True) gives them, got {describe(part)}")
-    lses = torch.stack([lse for _, lse in parts])
+    out, lse = merge_stacked(
+        torch.stack([at_least_float32(out) for out, _ in parts]), torch.stack([lse for _, lse in parts])
+    )
+    return out.to(parts[0][0].dtype), lse
+
+
+def merge_stacked(
+    outs: Float[Tensor, "part batch head query value"], lses: Float[Tensor, "part batch head query"]
+) -> Part:
+    """`merge` of parts that lie in one tensor, by as many operations whatever their number."""
     empty = (lses == -torch.inf).all(0)
     # A row of nothing but -inf would make NaN of its gradient.
     safe = lses.masked_fill(empty, 0)
     lse = safe.logsumexp(0)
     shares = (safe - lse).exp().masked_fill(empty, 0)
-    out = sum(share[..., None] * at_least_float32(part) for share, (part, _) in zip(shares, parts, strict=True))
-    assert isinstance(out, Tensor)
-    return out.to(parts[0][0].dtype), lse.masked_fill(empty, -torch.inf)
+    return (shares[..., None] * outs).sum(0), lse.masked_fill(empty, -torch.inf)

@@ -24,7 +24,7 @@ from lengthwise.bias import (
 from lengthwise.rescore import ContextualPositions, HeadNetwork, ScoreFunction
 from lengthwise.token_layout import layout
 
-LENGTH, HEADS, DIM = 24, 2, 8
+LENGTH, HEADS, DIM = 24, 2, 16
 
 COMPILED = (
     "Under torch.compile and torch.export row_block is one node of the graph; functions that are not registered are\n"
@@ -52,7 +52,7 @@ def try_backends() -> Iterator[Verdict]:
     """Every backend with every kind of call."""
     for kind, make_call in CALLS.items():
         for backend in BACKENDS:
-            yield Verdict(backend, kind, _fault(backend, make_call(LENGTH)))
+            yield Verdict(backend, kind, _fault(backend, make_call(LENGTH, DIM)))
 
 
 def report() -> str:
@@ -64,7 +64,7 @@ def report() -> str:
     lines.append(" " * width + "".join(f"  {backend:>10}" for backend in BACKENDS) + "  auto takes")
     for kind, make_call in CALLS.items():
         marks = ["yes" if v.fault is None else "no" for v in verdicts if v.kind == kind]
-        taken = choose(make_call(LENGTH))[0]
+        taken = choose(make_call(LENGTH, DIM))[0]
         lines.append(kind.ljust(width) + "".join(f"  {mark:>10}" for mark in marks) + f"  {taken}")
     reasons = dict.fromkeys((v.backend, v.fault) for v in verdicts if v.fault)
     lines += ["", *(f"{backend}: {fault}" for backend, fault in reasons), "", COMPILED]
@@ -97,10 +97,10 @@ def _devices() -> list[str]:
 
 
 def _call(
-    length: int, bias: Callable[[Tensor], Bias] | None = None, causal: bool = True, **options: object
+    length: int, dim: int, bias: Callable[[Tensor], Bias] | None = None, causal: bool = True, **options: object
 ) -> AttentionCall:
     """On the default device."""
-    q, k, v = (x.requires_grad_() for x in _normal(0, 3, 1, HEADS, length, DIM))
+    q, k, v = (x.requires_grad_() for x in _normal(0, 3, 1, HEADS, length, dim))
     where = layout(length, causal=causal, device=torch.get_default_device())
     return checked_call(q, k, v, layout=where, bias=bias and bias(where.query), **options)  # type: ignore[arg-type]
 
@@ -160,22 +160,25 @@ def _network() -> HeadNetwork:
     return HeadNetwork(*(0.3 * _normal(seed, *shape) for seed, shape in enumerate(shapes)))
 
 
-CALLS: dict[str, Callable[[int], AttentionCall]] = {
+CALLS: dict[str, Callable[[int, int], AttentionCall]] = {
     "no bias": _call,
-    "DistanceBias": lambda length: _call(length, _table),
-    "QueryDistanceBias": lambda length: _call(length, _profiles),
-    "LevelBias": lambda length: _call(length, _levels),
-    "LineBias": lambda length: _call(length, _lines),
-    "FunctionBias": lambda length: _call(length, _function),
-    "DenseBias": lambda length: _call(length, _dense),
-    "SumBias": lambda length: _call(length, _sum),
-    "HeadNetwork": lambda length: _call(length, _table, rescore=_network()),
-    "ContextualPositions": lambda length: _call(length, rescore=ContextualPositions(torch.ones(DIM, 9))),
-    "ScoreFunction": lambda length: _call(length, rescore=ScoreFunction(squashed)),
-    "window": lambda length: _call(length, _table, window=5),
-    "not causal": lambda length: _call(length, _levels, causal=False),
-    "sink": lambda length: _call(length, _table, sink=torch.zeros(HEADS)),
-    "logit scale": lambda length: _call(length, _table, logit_scale=torch.linspace(0.5, 2, length).view(1, 1, -1)),
-    "softcap": lambda length: _call(length, _table, softcap=2.0),
-    "log-sum-exp": lambda length: _call(length, _table, return_lse=True),
+    "DistanceBias": lambda length, dim: _call(length, dim, _table),
+    "QueryDistanceBias": lambda length, dim: _call(length, dim, _profiles),
+    "LevelBias": lambda length, dim: _call(length, dim, _levels),
+    "LineBias": lambda length, dim: _call(length, dim, _lines),
+    "FunctionBias": lambda length, dim: _call(length, dim, _function),
+    "DenseBias": lambda length, dim: _call(length, dim, _dense),
+    "SumBias": lambda length, dim: _call(length, dim, _sum),
+    "HeadNetwork": lambda length, dim: _call(length, dim, _table, rescore=_network()),
+    "ContextualPositions": lambda length, dim: _call(length, dim, rescore=ContextualPositions(torch.ones(dim, 9))),
+    "ScoreFunction": lambda length, dim: _call(length, dim, rescore=ScoreFunction(squashed)),
+    "window": lambda length, dim: _call(length, dim, _table, window=5),
+    "not causal": lambda length, dim: _call(length, dim, _levels, causal=False),
+    "sink": lambda length, dim: _call(length, dim, _table, sink=torch.zeros(HEADS)),
+    "logit scale": lambda length, dim: _call(
+        length, dim, _table, logit_scale=torch.linspace(0.5, 2, length).view(1, 1, -1)
+    ),
+    "softcap": lambda length, dim: _call(length, dim, _table, softcap=2.0),
+    "log-sum-exp": lambda length, dim: _call(length, dim, _table, return_lse=True),
 }
+"""Calls of every kind, by their length and the width of their heads."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import date
+from itertools import product
 from statistics import quantiles
 from typing import Any
 
@@ -42,7 +43,8 @@ class Extent:
     """How much is proved and measured."""
 
     lengths: tuple[int, ...]
-    """Of the calls that are held to float64."""
+    """Of the calls that are held to float64, and under `widths` of their heads."""
+    widths: tuple[int, ...]
     repeats: int
     """How often the same bits must come."""
     timed: tuple[int, ...]
@@ -53,8 +55,8 @@ class Extent:
     """After so long a case is timed no more, however few rounds it had."""
 
 
-FULL = Extent((1, 63, 131, 1023, 4095), 20, (1024, 4096, 16384), 12, 64, 5.0)
-QUICK = Extent((5, 37), 3, (64, 128), 2, 16, 0.02)
+FULL = Extent((1, 63, 131, 1023, 4095), (64, 128), 20, (1024, 4096, 16384), 12, 64, 5.0)
+QUICK = Extent((5, 37), (16,), 3, (64, 128), 2, 16, 0.02)
 ROUNDS = 20
 
 
@@ -130,12 +132,15 @@ def _facts(where: torch.device, quick: bool) -> Iterator[str]:
 
 # Laws.
 
+Make = Callable[[int, int], AttentionCall]
+
 
 def _laws(where: torch.device, extent: Extent) -> Iterator[str]:
     """The largest error of each backend and kind against float64, output and gradients; and equal bits."""
     dtypes = (torch.float32, torch.bfloat16)
     yield f"Largest error against float64 on this device, relative, output and gradients, {_listed(extent.lengths)}"
-    yield f"tokens, float32 / bfloat16; `bits` marks results that differ among {extent.repeats} runs, `-` a refusal."
+    yield f"tokens, heads of {_listed(extent.widths)}, float32 / bfloat16;"
+    yield f"`bits` marks results that differ among {extent.repeats} runs, `-` a refusal."
     yield ""
     yield f"| | {' | '.join(BACKENDS)} | auto takes |"
     yield "|---|" + "---|" * (len(BACKENDS) + 1)
@@ -145,33 +150,31 @@ def _laws(where: torch.device, extent: Extent) -> Iterator[str]:
         for name in BACKENDS:
             marks = [_verdict(name, make, where, dtype, extent, reasons[name]) for dtype in dtypes]
             cells.append("-" if set(marks) == {"-"} else " / ".join(marks))
-        yield f"| {kind} | {' | '.join(cells)} | {_taken(make, where, extent.lengths[-1])} |"
+        yield f"| {kind} | {' | '.join(cells)} | {_taken(make, where, extent)} |"
     yield ""
     for name, own in reasons.items():
         for reason in own:
             yield f"- {name}: {reason}"
 
 
-def _listed(lengths: tuple[int, ...]) -> str:
-    return f"{', '.join(f'{n:,}' for n in lengths[:-1])} and {lengths[-1]:,}"
+def _listed(sizes: tuple[int, ...]) -> str:
+    return " and ".join(filter(None, [", ".join(f"{n:,}" for n in sizes[:-1]), f"{sizes[-1]:,}"]))
 
 
-def _taken(make: Callable[[int], AttentionCall], where: torch.device, length: int) -> str:
-    return choose(_call_on(make, where, torch.float32, length))[0]
+def _taken(make: Make, where: torch.device, extent: Extent) -> str:
+    return choose(_call_on(make, where, torch.float32, extent.lengths[-1], extent.widths[0]))[0]
 
 
-def _call_on(
-    make: Callable[[int], AttentionCall], where: torch.device, dtype: torch.dtype, length: int
-) -> AttentionCall:
+def _call_on(make: Make, where: torch.device, dtype: torch.dtype, length: int, width: int) -> AttentionCall:
     """A call on a device, with queries, keys and values of a precision."""
     with torch.device(where):
-        call = make(length)
+        call = make(length, width)
     return replace(call, **{name: getattr(call, name).detach().to(dtype).requires_grad_() for name in "qkv"})
 
 
 def _verdict(
     backend: str,
-    make: Callable[[int], AttentionCall],
+    make: Make,
     where: torch.device,
     dtype: torch.dtype,
     extent: Extent,
@@ -179,8 +182,8 @@ def _verdict(
 ) -> str:
     """The largest error, or what is wrong."""
     worst = 0.0
-    for length in extent.lengths:
-        call = _call_on(make, where, dtype, length)
+    for length, width in product(extent.lengths, extent.widths):
+        call = _call_on(make, where, dtype, length, width)
         plan = BACKENDS[backend].plan(call)
         if isinstance(plan, Refusal):
             reasons |= dict.fromkeys(plan.reasons)
@@ -208,7 +211,7 @@ def _verdict(
 
 def _results(backend: str, call: AttentionCall) -> dict[str, Tensor]:
     """The output, the log-sum-exp where it is asked for, and all gradients, by name."""
-    leaves = {name: x.detach().requires_grad_(x.requires_grad) for name, x in call.tensors().items()}
+    leaves = {name: x.requires_grad_(call.tensors()[name].requires_grad) for name, x in _detached(call).items()}
     call, module = call.with_tensors(leaves), BACKENDS[backend]
     out, lse = module.run(call, module.plan(call))
     outputs = {"out": out} | ({"lse": lse} if call.return_lse else {})
@@ -221,13 +224,18 @@ def _results(backend: str, call: AttentionCall) -> dict[str, Tensor]:
     }
 
 
+def _detached(call: AttentionCall) -> dict[str, Tensor]:
+    """What a gradient may flow to; positions stay the layout's own, of which a plan knows more than of others."""
+    return {name: x.detach() for name, x in call.tensors().items() if x.is_floating_point()}
+
+
 def _waves(x: Tensor) -> Tensor:
     """Numbers that every precision and device has alike."""
     return (torch.arange(x.numel(), device=x.device) % 7 - 2).view(x.shape).to(x.dtype)
 
 
 def _in_float64(call: AttentionCall) -> AttentionCall:
-    own = {name: x.detach().double() for name, x in call.tensors().items() if x.is_floating_point()}
+    own = {name: x.double() for name, x in _detached(call).items()}
     return call.with_tensors({name: x.requires_grad_(call.tensors()[name].requires_grad) for name, x in own.items()})
 
 
@@ -313,7 +321,7 @@ def _timed(
     own = BIASES[bias](extent.heads, placed.query) if bias in BIASES else None
     call = checked_call(*(x.requires_grad_() for x in (q, k, v)), layout=placed, bias=own)
     learned = [x for x in call.sources if x.requires_grad]
-    idle = call.with_tensors({name: x.detach() for name, x in call.tensors().items()})
+    idle = call.with_tensors(_detached(call))
 
     def forward() -> None:
         with torch.no_grad():

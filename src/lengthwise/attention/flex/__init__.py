@@ -18,10 +18,13 @@ from lengthwise.attention.call import AttentionCall
 from lengthwise.attention.flex.entries import ENTRIES
 from lengthwise.attention.flex.lookups import per_head
 from lengthwise.attention.flex.masks import block_mask
-from lengthwise.bias import Bias, at_least_float32, flat_terms
+from lengthwise.bias import Bias, QueryDistanceBias, at_least_float32, flat_terms
 
 KERNELS = 1024
 """Every kind of bias, mask and room is a kernel of its own; past dynamo's own limit it would fall back unseen."""
+
+NARROWEST = 16
+"""Fewer channels than that inductor refuses where it writes Triton."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,13 @@ def plan(call: AttentionCall) -> FlexPlan | Refusal:
         reasons.append("FlexAttention needs a query and a key")
     if call.q.device.type == "meta":
         reasons.append("FlexAttention has no kernel for tensors without numbers")
+    if call.q.device.type != "cpu":
+        if (width := min(call.q.shape[3], call.v.shape[3])) < NARROWEST:
+            reasons.append(f"FlexAttention takes heads of {NARROWEST} channels or more off the CPU, got {width}")
+        if call.needs_grad and any(_reads_learned_twice(term) for term in terms):
+            reasons.append(
+                "FlexAttention gives no gradient to what a score reads more than once, as to several profiles"
+            )
     if call.q.device.type == "cpu":
         if call.needs_grad:
             reasons.append("FlexAttention has no backward pass on the CPU")
@@ -55,6 +65,10 @@ def plan(call: AttentionCall) -> FlexPlan | Refusal:
         if call.return_lse or call.sink is not None:
             reasons.append("FlexAttention does not give the log-sum-exp on the CPU, which a sink needs too")
     return Refusal(tuple(reasons)) if reasons else FlexPlan(terms)
+
+
+def _reads_learned_twice(term: Bias) -> bool:
+    return isinstance(term, QueryDistanceBias) and term.needs_grad and term.profiles.shape[1] > 1
 
 
 def run(call: AttentionCall, plan: Plan) -> Output:

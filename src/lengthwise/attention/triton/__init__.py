@@ -16,10 +16,12 @@ the authors had no GPU to run them on. `triton` comes with torch's CUDA builds a
 import importlib
 import importlib.util
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lengthwise.attention import custom_op
 from lengthwise.attention.backend import Output, Plan, Refusal, finite_inputs
@@ -76,22 +78,25 @@ def skipped_share(call: AttentionCall) -> float:
     if isinstance(own, Refusal):
         raise NotImplementedError("; ".join(own.reasons))
     assert isinstance(own, TritonPlan)
-    share: float = _passes().skipped_share(finite_inputs(call)[0], own.notes)
+    share: float = _launched("skipped_share", finite_inputs(call)[0], own.notes)
     return share
 
 
-def _passes() -> Any:
-    """By name: only here is Triton imported, and an exported model has no such file."""
-    return importlib.import_module(f"{__name__}.passes")
+def _launched(name: str, call: AttentionCall, notes: custom_op.Notes, *saved: Tensor) -> Any:
+    """One of passes.py, by name: only here is Triton imported, and an exported model has no such file."""
+    passes = importlib.import_module(f"{__name__}.passes")
+    # Triton launches on the current device, which need not be that of the tensors; off CUDA this does nothing.
+    with torch.cuda.device_of(call.q):
+        return getattr(passes, name)(call, notes, *saved)
 
 
 def _forward(call: AttentionCall, notes: custom_op.Notes) -> tuple[Tensor, Tensor]:
-    results: tuple[Tensor, Tensor] = _passes().forward(call, notes)
+    results: tuple[Tensor, Tensor] = _launched("forward", call, notes)
     return results
 
 
 def _backward(call: AttentionCall, notes: custom_op.Notes, *saved: Tensor) -> dict[str, Tensor]:
-    gradients: dict[str, Tensor] = _passes().backward(call, notes, *saved)
+    gradients: dict[str, Tensor] = _launched("backward", call, notes, *saved)
     return gradients
 
 
@@ -143,13 +148,15 @@ def _unproved(call: AttentionCall, terms: Terms, *, follows_slots: bool) -> str 
     if call.q.device.type not in NEED_PROOF:
         return None
     kind = self_test.kind_of(call, terms, follows_slots=follows_slots)
-    reason: str | None = _verdict(str(call.q.device), _is_in_graph(), *kind)
+    reason: str | None = _verdict(str(call.q.device), not _can_be_tried(call), *kind)
     return reason
 
 
-def _is_in_graph() -> bool:
-    """Whether a graph is being compiled or captured, where nothing can be tried."""
-    return torch.compiler.is_compiling() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+def _can_be_tried(call: AttentionCall) -> bool:
+    """Not where a graph is compiled or captured, and not where tensors have no numbers."""
+    if torch.compiler.is_compiling() or isinstance(call.q, FakeTensor):
+        return False
+    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 NEED_PROOF = ("cuda",)
@@ -157,8 +164,9 @@ NEED_PROOF = ("cuda",)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _verdict(device: str, in_graph: bool, *kind: Any) -> str | None:
+def _verdict(device: str, is_blind: bool, *kind: Any) -> str | None:
     text = self_test.Kind(*kind).text
-    if in_graph:
+    if is_blind:
         return self_test.known_fault(device, text)
-    return self_test.fault(device, text, lambda call, notes: run(call, TritonPlan(dict(notes))))
+    skips = partial(_launched, "skips")
+    return self_test.fault(device, text, lambda call, notes: run(call, TritonPlan(dict(notes))), skips)

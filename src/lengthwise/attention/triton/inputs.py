@@ -29,7 +29,7 @@ from lengthwise.attention.triton.kernels.arguments import (
 )
 from lengthwise.attention.triton.masks import block_ranges, mask_tensors, seen_spans
 from lengthwise.attention.triton.terms import Terms, noted_offsets, terms_of
-from lengthwise.attention.triton.tiles import Tile, is_interpreted, tile_for
+from lengthwise.attention.triton.tiles import Tile, capability_of, is_interpreted, tile_for
 from lengthwise.bias import DistanceBias, LevelBias, LineBias, QueryDistanceBias, two_floats
 
 ENTRIES = 16
@@ -98,10 +98,8 @@ class KernelInputs:
     def tile(self, kernel: str) -> Tile:
         """The tile of a kernel, by its name."""
         width = max(self.flags.D, self.flags.DV)
-        device = self.call.q.device
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         heavy = bool(self.flags.LINE or self.flags.PROFILE)
-        return tile_for(kernel, self.call.dtype, width, heavy, capability)
+        return tile_for(kernel, self.call.dtype, width, heavy, capability_of(self.call.q.device))
 
     def arguments(self, tile: Tile, firsts: bounds.Firsts | None) -> tuple[Given, Sizes, Flags]:
         """What every kernel is given: tensors, sizes and flags."""

@@ -68,7 +68,7 @@ def mask_tensors(call: AttentionCall) -> dict[str, Tensor]:
         for band in visibility.bands:
             own, other = (x.div(band.chunk, rounding_mode="floor") for x in (query, key))
             parts["band_low"].append(torch.full_like(own, -FAR) if band.farthest is None else own - band.farthest)
-            parts["band_high"].append(own - band.nearest)
+            parts["band_high"].append((own - band.nearest).clamp(max=FAR - 1))  # below the number of what is hidden
             parts["band_key"].append(other if band.first is None else other.where(key < band.first, FAR))
         tensors |= {name: torch.stack(x).clamp(-FAR, FAR).int().contiguous() for name, x in parts.items()}
     return tensors

@@ -14,7 +14,7 @@ import triton
 from jaxtyping import Float
 from torch import Tensor
 
-from lengthwise.attention.backend import merge
+from lengthwise.attention.backend import merge_stacked
 from lengthwise.attention.call import AttentionCall
 from lengthwise.attention.triton import bounds
 from lengthwise.attention.triton.bounds import LOG2E
@@ -30,11 +30,9 @@ from lengthwise.attention.triton.kernels import (
 from lengthwise.attention.triton.kernels.arguments import Upstream
 from lengthwise.attention.triton.kernels.backward import KeyGradients, RowGradients
 from lengthwise.attention.triton.terms import can_skip
-from lengthwise.attention.triton.tiles import BOUNDED_KEYS, BOUNDED_ROWS, Tile, shares_of_keys
+from lengthwise.attention.triton.tiles import BOUNDED_KEYS, BOUNDED_ROWS, FEW_ROWS, Tile, shares_of_keys
 from lengthwise.bias import DistanceBias
 
-FEW_ROWS = 16
-"""Up to so many queries are decoding: the keys are spread over the card."""
 RANGES_AT_ONCE = 128
 
 
@@ -46,7 +44,8 @@ def forward(call: AttentionCall, notes: Mapping[str, int]) -> tuple[Tensor, Tens
     shares = 1
     blocks = triton.cdiv(call.queries, tile.rows)
     if few:
-        shares = shares_of_keys(call.batch * call.heads * blocks, triton.cdiv(call.keys, tile.keys), call.q.device)
+        programs = call.batch * call.heads * blocks
+        shares = notes.get("shares") or shares_of_keys(programs, triton.cdiv(call.keys, tile.keys), call.q.device)
     out = call.q.new_zeros(shares, *inputs.shape, call.v.shape[3], dtype=torch.float32)
     lse = call.q.new_full((shares, *inputs.shape), -math.inf, dtype=torch.float32)
     if call.q.numel() and call.keys:
@@ -55,7 +54,7 @@ def forward(call: AttentionCall, notes: Mapping[str, int]) -> tuple[Tensor, Tens
         forward_kernel[grid](given, sizes, out, lse, F=flags, SHARED=shares > 1, **_options(tile))
     elif call.sink is not None:
         lse = inputs.given["sink"][None].clone()
-    return (out[0], lse[0]) if shares == 1 else merge(*zip(out, lse, strict=True))
+    return (out[0], lse[0]) if shares == 1 else merge_stacked(out, lse)
 
 
 def backward(
@@ -93,6 +92,15 @@ def backward(
 def skipped_share(call: AttentionCall, notes: Mapping[str, int]) -> float:
     """How much of the forward work that causality leaves is skipped, 0 to 1; reads values back."""
     return bounds.share_skipped(call, first_keys(KernelInputs(call, notes)))
+
+
+def skips(call: AttentionCall, notes: Mapping[str, int]) -> bool:
+    """Whether keys are skipped, forward and backward; reads values back."""
+    inputs = KernelInputs(call, notes)
+    out, lse = forward(call, notes)
+    up = _upstream(inputs, torch.ones_like(out), torch.zeros_like(lse), out, lse)
+    both = first_keys(inputs), first_keys(inputs, up)
+    return all(firsts is not None and bool((firsts > 0).any()) for firsts in both)
 
 
 def first_keys(inputs: KernelInputs, up: Upstream | None = None) -> bounds.Firsts | None:

@@ -1,10 +1,13 @@
 """Kernels prove themselves on a device before they are used there, since the authors had none to run them on.
 
-Before the first call of a kind two small calls of that kind, one of many queries and one of few, run twice. Output,
-log-sum-exp and gradients must be those of plain torch in float64 on the same device, and have the same bits both times.
-The verdict is kept in the cache folder, by card, driver, versions and the text of the kernels.
+Before the first call of a kind two small calls of that kind run twice, one of lengths that 16 divides, for which Triton
+compiles other machine code. Both are long enough for some tiles that all rows see whole. Output, log-sum-exp and
+gradients must be those of plain torch in float64 on the same device, row by row, and have the same bits both times. The
+verdict is kept in the cache folder, by card, driver, versions and the text of the kernels; an error is not, since the
+next process may not meet it.
 
-A call long enough to skip keys is of another kind than a short one: the small call then skips too.
+Few queries, which decode, are of another kind than many, and so is a call that is long enough to skip keys: its small
+calls must be seen to skip, forward and backward.
 """
 
 import hashlib
@@ -26,6 +29,7 @@ from lengthwise.attention.backend import Output
 from lengthwise.attention.call import AttentionCall, checked_call
 from lengthwise.attention.decode import whole_rows
 from lengthwise.attention.triton.terms import Terms, can_skip
+from lengthwise.attention.triton.tiles import FEW_ROWS, capability_of, shares_of_keys, tile_for
 from lengthwise.bias import Bias, DistanceBias, LevelBias, LineBias, QueryDistanceBias, SumBias
 from lengthwise.files import cache_folder, write_atomic
 from lengthwise.token_layout import Band, TokenLayout
@@ -34,16 +38,25 @@ REPORT = "lengthwise info --prove --device cuda"
 """The command whose report shows a fault."""
 
 ALLOWED = {"float32": 2.0**-16, "float16": 2.0**-8, "bfloat16": 2.0**-5}
-"""Errors relative to a tensor's norm: some roundings of the precision in which weights are multiplied, no fault."""
+"""Errors relative to the norm of a row: some roundings of the precision in which weights are multiplied, no fault."""
+
+FLOOR = 0.25
+"""Of the mean row's norm: so much is added to that of each row, since what cancels leaves rounding."""
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-LENGTH, FEW = 131, 3
-"""How many tokens the small calls have, an odd number of more than one tile; and how many of them decode."""
+MANY, FEW = ((397, 397), (400, 400)), ((3, 397), (1, 400))
+"""Queries and keys of the small calls: of kinds of many queries, and of those that decode."""
+
+LESS = 13
+"""So many lines or profiles fewer than the power of two that holds them: 3, 19, 51."""
 
 log = logging.getLogger(__name__)
 
 Notes = Mapping[str, int]
 Run = Callable[[AttentionCall, Notes], Output]
+Skips = Callable[[AttentionCall, Notes], bool]
+"""Whether a call skips keys, forward and backward."""
+LSE = "log-sum-exp"
 
 
 class Kind(NamedTuple):
@@ -55,15 +68,20 @@ class Kind(NamedTuple):
     """Whether tables are read by positions instead of slots."""
     level: str
     """The curve of levels; empty without them."""
-    has_lines: bool
+    lines: int
+    """The power of two that holds the number of lines; 0 without them."""
     profile: str
     """The side of profiles and what is beyond them; empty without them."""
+    profiles: int
+    """The power of two that holds the number of profiles; 0 without them."""
     dtype: str
     width: int
     """The power of two that holds a head's width."""
     value: int
     is_narrower: bool
     """Whether heads are narrower than that."""
+    decoding: str
+    """How programs read the keys of few queries, "whole" or in "shares"; empty for many queries."""
     options: str
     """What else the call has, in words."""
     is_learned: bool
@@ -84,10 +102,11 @@ class Kind(NamedTuple):
 
     def __str__(self) -> str:
         parts = [f"{self.tables} table{'s' * (self.tables > 1)}{' by position' * self.by_position}"] * bool(self.tables)
-        parts += [f"{self.level} levels"] * bool(self.level) + ["lines"] * self.has_lines
-        parts += [f"profiles ({self.profile})"] * bool(self.profile)
+        parts += [f"{self.level} levels"] * bool(self.level) + [f"up to {self.lines} lines"] * bool(self.lines)
+        parts += [f"up to {self.profiles} profiles ({self.profile})"] * bool(self.profile)
         bias = " + ".join(parts) or "no bias"
-        words = [bias, self.dtype, f"heads up to {self.width} wide", *filter(None, [self.options])]
+        decoding = f"few queries, keys {self.decoding}" if self.decoding else ""
+        words = [bias, self.dtype, f"heads up to {self.width} wide", *filter(None, [decoding, self.options])]
         return ", ".join(words + ["learned"] * self.is_learned)
 
 
@@ -112,15 +131,26 @@ def kind_of(call: AttentionCall, terms: Terms, *, follows_slots: bool) -> Kind:
         tables=min(len(terms.tables), 2),
         by_position=bool(terms.tables) and not follows_slots,
         level="" if terms.level is None else terms.level[1].curve,
-        has_lines=terms.line is not None,
+        lines=0 if terms.line is None else _power(terms.line[1].slope.shape[1]),
         profile=profile or "",
+        profiles=0 if terms.profile is None else _power(terms.profile[1].rows.shape[3]),
         dtype=DTYPES[call.dtype],
         width=powers[0],
         value=powers[1],
         is_narrower=width != powers[0] or value != powers[1],
+        decoding=_decoding(call, terms),
         options=", ".join([name for name, part in options.items() if part is not None]),
         is_learned=call.needs_grad,
     )
+
+
+def _decoding(call: AttentionCall, terms: Terms) -> str:
+    if call.queries > FEW_ROWS:
+        return ""
+    width, heavy = max(call.q.shape[3], call.v.shape[3]), terms.line is not None or terms.profile is not None
+    tile = tile_for("decode", call.dtype, width, heavy, capability_of(call.q.device))
+    shares = shares_of_keys(call.batch * call.heads, -(-call.keys // tile.keys), call.q.device)
+    return "shares" if shares > 1 else "whole"
 
 
 def _power(size: int) -> int:
@@ -136,17 +166,24 @@ def known_fault(device: str, kind: str) -> str | None:
     if kind in known:
         return known[kind]
     return (
-        f"it has not proved itself here for {Kind.of_text(kind)}, and cannot inside a graph; make one such call outside"
+        f"it has not proved itself here for {Kind.of_text(kind)}, and cannot inside a graph or on tensors without "
+        "numbers; make one such call outside"
     )
 
 
-def fault(device: str, kind: str, run: Run) -> str | None:
+def fault(device: str, kind: str, run: Run, skips: Skips) -> str | None:
     """Why a kind is not to be trusted on a device; it is tried if nobody knows."""
     known = _verdicts(device)
     if kind not in known:
         log.warning("Lengthwise: trying the Triton kernels on %s, once: %s", card_of(device), Kind.of_text(kind))
-        known[kind] = judge(Kind.of_text(kind), torch.device(device), run)
-        _keep(device, known)
+        try:
+            known[kind] = judge(Kind.of_text(kind), torch.device(device), run, skips)
+            _keep(device, kind, known[kind])
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a compiler or a driver may raise
+            lines = str(error).strip().splitlines() or [""]
+            known[kind] = f"they failed with {type(error).__name__}: {lines[0][:300]}"
         if known[kind] is not None:
             log.warning(
                 "Lengthwise: the Triton kernels are not used on %s for %s: %s. Please report what this prints: %s",
@@ -158,24 +195,20 @@ def fault(device: str, kind: str, run: Run) -> str | None:
     return known[kind]
 
 
-def judge(kind: Kind, device: torch.device, run: Run) -> str | None:
+def judge(kind: Kind, device: torch.device, run: Run, skips: Skips) -> str | None:
     """What is wrong with the kernels of a kind, in words; None if nothing is."""
     autocast = torch.autocast(device.type, enabled=False)
     # The call that is waiting may save its tensors elsewhere, or recompute them: none of ours are among them.
     own_tensors = saved_tensors_hooks(lambda x: x, lambda x: x)
-    with torch.inference_mode(False), torch.enable_grad(), autocast, own_tensors:
-        try:
-            faults = (fault for queries in (LENGTH, FEW) for fault in _faults(kind, device, queries, run))
-            return next(faults, None)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # whatever a compiler or a driver may raise
-            lines = str(error).strip().splitlines() or [""]
-            return f"they failed with {type(error).__name__}: {lines[0][:300]}"
+    with torch.inference_mode(False), torch.enable_grad(), autocast, own_tensors, device:
+        sizes = FEW if kind.decoding else MANY
+        return next((fault for size in sizes for fault in _faults(kind, device, size, run, skips)), None)
 
 
-def _faults(kind: Kind, device: torch.device, queries: int, run: Run) -> Iterator[str]:
-    call, notes = small_call(kind, device, queries, LENGTH)
+def _faults(kind: Kind, device: torch.device, size: tuple[int, int], run: Run, skips: Skips) -> Iterator[str]:
+    call, notes = small_call(kind, device, *size)
+    if kind.has("skipping") and not skips(call, notes):
+        yield "keys are to be skipped, and none is"
     exact = _results(_in_float64(call), whole_rows, learned=kind.is_learned)
     first, second = (_results(call, lambda own: run(own, notes), learned=kind.is_learned) for _ in range(2))
     for name, truth in exact.items():
@@ -185,10 +218,19 @@ def _faults(kind: Kind, device: torch.device, queries: int, run: Run) -> Iterato
             continue
         if not torch.equal(first[name], second[name]):
             yield f"{name} has other bits in a second run"
-        ours, truth = (x.masked_fill(~x.isfinite(), 0) for x in (ours, truth))
-        error, size = float((ours - truth).norm()), float(truth.norm())
-        if not error <= ALLOWED[kind.dtype] * size:
-            yield f"{name} is off by {error:.2e} of {size:.2e}"
+        # A log-sum-exp is a number for each row, and in float32 whatever the weights are multiplied in.
+        is_lse = name == LSE
+        error, size_of_row = _rows(ours - truth, is_lse), _rows(truth, is_lse)
+        ratio = error / (size_of_row + (1.0 if is_lse else FLOOR * size_of_row.mean()))
+        worst = float(ratio.nan_to_num(0).max()) if ratio.numel() else 0.0
+        if not worst <= ALLOWED["float32" if is_lse else kind.dtype]:
+            yield f"{name} is off by {worst:.1%} of a row"
+
+
+def _rows(x: Tensor, each: bool) -> Tensor:
+    """The norm of every row, or of each number."""
+    x = x.masked_fill(~x.isfinite(), 0)
+    return x.abs() if each else x.norm(dim=-1)
 
 
 def _in_float64(call: AttentionCall) -> AttentionCall:
@@ -200,7 +242,7 @@ def _results(call: AttentionCall, run: Callable[[AttentionCall], Any], *, learne
     tensors = {name: x for name, x in call.tensors().items() if x.is_floating_point()}
     leaves = {name: x.detach().clone().requires_grad_(learned) for name, x in tensors.items()}
     out, lse = run(call.with_tensors(leaves))
-    results = {"out": out.detach(), "log-sum-exp": lse.detach()}
+    results = {"out": out.detach(), LSE: lse.detach()}
     if learned:
         # Through both: rows whose weights sum to 1 would cancel in the gradients of what adds to a whole row.
         upstream = [_drawn(7, x.shape, x.device).bfloat16().to(x.dtype) for x in (out, lse)]
@@ -212,7 +254,8 @@ def _results(call: AttentionCall, run: Callable[[AttentionCall], Any], *, learne
 
 def _drawn(seed: int, shape: tuple[int, ...] | torch.Size, device: torch.device) -> Tensor:
     """Normal numbers, the same on every device."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32).to(device)
 
 
 def small_call(kind: Kind, device: torch.device, queries: int, keys: int) -> tuple[AttentionCall, Notes]:
@@ -247,7 +290,8 @@ def small_call(kind: Kind, device: torch.device, queries: int, keys: int) -> tup
     }
     call = checked_call(q, k, v, layout=layout, bias=_bias(kind, layout, heads), return_lse=True, **options)
     notes = {} if kind.by_position else {f"offset.{n}.0": 0 for n in range(kind.tables)}
-    return call, notes | ({"shortest": 0} if kind.has("skipping") else {})
+    notes |= {"shortest": 0} if kind.has("skipping") else {}
+    return call, notes | ({"shares": 1 if kind.decoding == "whole" else 3} if kind.decoding else {})
 
 
 def _bias(kind: Kind, layout: TokenLayout, heads: int) -> Bias | None:
@@ -255,29 +299,31 @@ def _bias(kind: Kind, layout: TokenLayout, heads: int) -> Bias | None:
     device, queries, keys = key.device, query.shape[1], key.shape[1]
     start = keys - queries
     # Where keys are to be skipped, far ones are faint.
-    steep = 0.5 * torch.arange(90, device=device) if kind.has("skipping") else 0.0
+    steep = 1.0 * kind.has("skipping")
+    falling = steep * torch.arange(90, device=device)
     terms: list[Bias] = [
-        DistanceBias(_drawn(10 + n, (heads, 90), device) - steep, query, key, -20 + n) for n in range(kind.tables)
+        DistanceBias(_drawn(10 + n, (heads, 90), device) - falling, query, key, -20 + n) for n in range(kind.tables)
     ]
     if kind.level:
         level = _drawn(20, (1, heads, keys), torch.device("cpu")).abs().double().cumsum(2).to(device)
-        slope = _drawn(21, (1, heads, queries), device).abs()
+        slope = 2 * steep + _drawn(21, (1, heads, queries), device).abs()
         terms.append(LevelBias(level[..., start:], level, slope, kind.level))  # type: ignore[arg-type]
-    if kind.has_lines:
-        curve = DistanceBias(torch.arange(120.0, device=device).log1p()[None], query, key, -9)
-        knots = torch.tensor([1.0, 2.0, 3.0], device=device)
-        slope = _drawn(30, (heads, 4), device)
+    if kind.lines:
+        curve = DistanceBias(torch.arange(120, dtype=torch.float32, device=device).log1p()[None], query, key, -9)
+        lines = kind.lines - LESS
+        knots = torch.linspace(1, 4, lines - 1, dtype=torch.float32, device=device)
+        slope = _drawn(30, (heads, lines), device)
         # Lines that meet at the knots.
-        steps = [slope[:, n] * knots[n] - slope[:, n + 1] * knots[n] for n in range(3)]
         starts = [torch.zeros_like(slope[:, 0])]
-        for step in steps:
-            starts.append(starts[-1] + step)
+        for n in range(lines - 1):
+            starts.append(starts[-1] + (slope[:, n] - slope[:, n + 1]) * knots[n])
         factor = 1 + _drawn(31, (1, queries), device).abs() / 8
         terms.append(LineBias(curve, factor, knots, slope, torch.stack(starts, 1)))
     if kind.profile:
         side, beyond = kind.profile.split()
-        rows = _drawn(40, (2, heads, queries if side == "query" else keys, 3), device)
-        profiles = _drawn(41, (heads, 3, 60), device)
+        count = kind.profiles - LESS
+        rows = _drawn(40, (2, heads, queries if side == "query" else keys, count), device) / count**0.5
+        profiles = _drawn(41, (heads, count, 60), device)
         terms.append(QueryDistanceBias(rows, profiles, query, key, -9, side, beyond))  # type: ignore[arg-type]
     if len(terms) < 2:
         return terms[0] if terms else None
@@ -329,10 +375,11 @@ def _file(device: str) -> Path:
     return cache_folder() / "triton" / f"verdicts-{name}.json"
 
 
-def _keep(device: str, verdicts: dict[str, str | None]) -> None:
+def _keep(device: str, kind: str, verdict: str | None) -> None:
     """Two processes that write at once lose a verdict at most, which is found out again."""
     with suppress(OSError, RuntimeError):  # RuntimeError: a user without a home
-        file = _file(device)
+        file, verdicts = _file(device), {}
         with suppress(OSError, ValueError, KeyError, TypeError):
-            verdicts = dict(json.loads(file.read_text())["verdicts"]) | verdicts
-        write_atomic(file, json.dumps({"device": facts_of(device), "verdicts": verdicts}, indent=1))
+            verdicts = dict(json.loads(file.read_text())["verdicts"])
+        content = {"device": facts_of(device), "verdicts": verdicts | {kind: verdict}}
+        write_atomic(file, json.dumps(content, indent=1))

@@ -14,6 +14,9 @@ SMALL_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
 WIDEST = 128
 """The widest head."""
 
+FEW_ROWS = 16
+"""Up to so many queries are decoding: the keys are spread over the card."""
+
 PROGRAMS_PER_PROCESSOR = 2
 """So many programs each multiprocessor should have in decoding."""
 
@@ -41,6 +44,11 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """That of a card; None in the interpreter."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
 def tile_for(kernel: str, dtype: torch.dtype, width: int, heavy: bool, capability: tuple[int, int] | None) -> Tile:
     """The tile of "forward", "decode", "rows", "keys", "bands" or "entries"; capability None is the interpreter.
 
@@ -48,18 +56,22 @@ def tile_for(kernel: str, dtype: torch.dtype, width: int, heavy: bool, capabilit
     """
     if capability is None:
         return Tile(16 if kernel == "decode" else 32, 32, 4, 1)
-    if kernel == "entries":
-        return Tile(32, 32, 4, 1)
     whole, wide = dtype == torch.float32, width > 64
     few = capability in SMALL_MEMORY
+    if kernel == "entries":
+        return Tile(16, 16, 8, 1) if whole and wide else Tile(32, 32, 8 if whole else 4, 1)
     if kernel == "decode":
         return Tile(16, 32 if whole else 64, 4, 2)
+    if whole and heavy and kernel == "rows":
+        return Tile(16 if wide else 32, 32, 8, 1)
+    if whole and wide:
+        return Tile(32, 32, 16 if heavy else 8, 1)
     if kernel == "bands" and (whole or heavy or (wide and capability[0] < 9)):
         return Tile(32, 32, 4, 1)
     if whole:
         return Tile(64, 32, 8, 1)
     if heavy:
-        return Tile(32, 64, 4, 2) if kernel == "keys" else Tile(64, 32, 4, 2)
+        return Tile(32, 64, 4, 2) if kernel == "keys" else Tile(64, 32, 8 if wide and kernel == "rows" else 4, 2)
     if kernel == "forward":
         return Tile(64 if few else 128, 64, 8 if wide or capability[0] in (9, 10) else 4, 2 if wide or few else 3)
     if kernel == "keys" and few and not wide:
