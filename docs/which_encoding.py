@@ -135,8 +135,8 @@ def _names(judged: list[Judged], verdict: str) -> str:
 
 
 def _named(names: list[str]) -> str:
-    """Names in a sentence."""
-    *most, last = names or ["none"]
+    """Names in a sentence; none is the name of an encoding."""
+    *most, last = names or ["no encoding"]
     return f"{', '.join(most)} and {last}" if most else last
 
 
