@@ -33,7 +33,7 @@ from lengthwise.study.execute import (
     run_study,
     train_runs,
 )
-from lengthwise.study.record import TrainingOutcome
+from lengthwise.study.record import TrainingOutcome, is_recorded
 from lengthwise.study.report import paper_rows, paper_tables
 from lengthwise.study.results import JudgedHypothesis
 from lengthwise.study.runs import contrastive_runs, study_runs
@@ -99,6 +99,19 @@ def test_results_are_stored_whole_and_of_this_version_alone(tmp_path, in_process
     with pytest.raises(FileNotFoundError, match=r"got no rise\.png"):
         results.store_results(out, "crows")
     assert results.stored_results("ravens") is None
+
+
+@pytest.mark.parametrize("text", ["stdlib", "wikipedia"])
+def test_stored_records_are_of_the_runs_that_the_full_study_would_train_today(text):
+    root = Path(__file__).parents[1]
+    out = root / f"docs/results/full-{text}"
+    stored = {path.stem for path in (out / "records").glob("*.json")}
+    if not stored:
+        pytest.skip(f"no run of the full study on {text} is stored yet")
+    runs = study_runs(
+        StudyConfig.from_options(**yaml.safe_load((root / f"configs/studies/full-{text}.yaml").read_text()))
+    )
+    assert stored == {run.name for run in runs if is_recorded(out, run)}
 
 
 def test_the_page_on_which_encoding_to_use_says_only_what_the_intervals_of_all_texts_allow(monkeypatch):
