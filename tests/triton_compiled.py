@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from triton_targets import KINDS, Needs, needs
+from triton.backends.compiler import GPUTarget
+from triton_targets import KINDS, Needs, call_of, compiled, launches_of, needs, needs_of
 
 from lengthwise.attention.triton.self_test import triton_version
 
@@ -72,6 +73,18 @@ def test_the_machine_code_fits_the_card_and_its_record(case):
         # Another Triton counts otherwise.
         if triton_version() == record["triton"] and (most := record.get(name)):
             assert own.loop <= MORE * most, f"{name}: {most} instructions are on record, got {own.loop}"
+
+
+@pytest.mark.parametrize("kind", ["gathered", "line", "profile"])
+@pytest.mark.parametrize("target", [80, 86])
+def test_sums_by_entry_fit_and_are_read_again_behind_a_barrier(kind, target):
+    launches = launches_of(call_of(kind), divmod(target, 10))
+    (launch,) = (own for own in launches if own[0].__name__ == "entries_kernel")
+    code = compiled(*launch, GPUTarget("cuda", target, 32))
+    own = needs_of(code, "entries_kernel")
+    assert own.stack <= STACK, own
+    assert_fits((kind, divmod(target, 10), 64, torch.bfloat16), own)
+    assert "barrier" in code.asm["ttgir"].rpartition("tt.store")[2]
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import lengthwise as lw
 from lengthwise.attention import AttentionCall, checked_call, reference, triton
 from lengthwise.attention.backend import Refusal
 from lengthwise.attention.triton import TritonPlan, bounds, inputs, kernels, passes, plan, self_test, tiles
+from lengthwise.attention.triton.kernels import tables
 from lengthwise.attention.triton.kernels.reading import put_vectors, vectors
 from lengthwise.attention.triton.terms import terms_of
 from lengthwise.bias import doubled_sums
@@ -283,6 +284,66 @@ def assert_right(call: AttentionCall) -> None:
 def test_the_kernels_are_right_in_every_pair_of_circumstances(case):
     call, _ = self_test.small_call(case.kind, torch.device("cpu"), case.count, case.length)
     assert_right(call)
+
+
+# Tables, curves and profiles that are read by positions.
+
+
+def lines_call(length: int, entries: int, **options: Any) -> AttentionCall:
+    """A call whose curve has so many entries."""
+    generator = torch.Generator().manual_seed(4)
+    q, k, v = torch.randn(3, 1, 1, length, 16, generator=generator)
+    layout = lw.layout(length, **options)
+    curve = lw.DistanceBias(torch.arange(entries).float().log1p()[None], layout.query, layout.key)
+    slope, start = torch.randn(2, 1, 3, generator=generator)
+    bias = lw.LineBias(curve, torch.ones(1, length), torch.tensor([2.0, 3.0]), slope, start)
+    return checked_call(q, k, v, layout=layout, bias=bias, return_lse=True)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_the_gradient_of_a_curve_as_long_as_the_text_visits_every_tile_once(documents, monkeypatch):
+    counts = dict.fromkeys(("key_vectors", "sums_by_entry"), 0)
+
+    def counted(name: str, plain: Any) -> Any:
+        def run(*args: Any) -> Any:
+            counts[name] += 1
+            return plain(*args)
+
+        return run
+
+    for name in counts:
+        monkeypatch.setattr(tables, name, counted(name, getattr(tables, name)))
+    length, side = 160, 32  # the interpreter's tiles
+    blocks = length // side
+    options = {"documents": torch.arange(length)[None] // 72} if documents else {}
+    results(lines_call(length, length, **options), by_kernels)
+    # Distances of a tile lie within twice its side.
+    most = 2 * side // inputs.ENTRIES + 1
+    whole = blocks * (blocks + 1) // 2
+    assert counts["key_vectors"] <= whole if documents else counts["key_vectors"] == whole
+    assert counts["sums_by_entry"] <= most * counts["key_vectors"]
+
+
+def test_a_program_has_several_blocks_of_rows_where_sums_would_take_more_memory_than_the_queries():
+    call = lines_call(131, 1000)
+    own = inputs.KernelInputs(call, {})
+    assert passes._chunks(own, 5, 1000) == 2
+    assert passes._chunks(own, 5, 129) == 5
+    assert passes._chunks(own, 5, 10_000) == 1
+    assert_right(call)
+
+
+@pytest.mark.parametrize("bias", ["lines", "table by position", "profiles of keys"])
+def test_sums_by_entry_are_right_and_have_the_same_bits_in_another_order(bias):
+    kind = Choice(bias, "padding", 40, "all", "", "float32", 16).kind
+    kind = kind._replace(profiles=32 if kind.profile else 0)  # more than are added at once
+    call = lines_call(70, 90) if bias == "lines" else self_test.small_call(kind, torch.device("cpu"), 40, 40)[0]
+    assert_right(call)
+    plain = results(call, by_kernels)
+    with shuffled(3), poisoned():
+        again = results(call, by_kernels)
+    for name, x in plain.items():
+        assert torch.equal(x.nan_to_num(7), again[name].nan_to_num(7)), name
 
 
 # Skipping.

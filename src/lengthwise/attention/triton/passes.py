@@ -18,7 +18,7 @@ from lengthwise.attention.backend import merge_stacked
 from lengthwise.attention.call import AttentionCall
 from lengthwise.attention.triton import bounds
 from lengthwise.attention.triton.bounds import LOG2E
-from lengthwise.attention.triton.inputs import ENTRIES, KernelInputs, power_of_2
+from lengthwise.attention.triton.inputs import KernelInputs, power_of_2
 from lengthwise.attention.triton.kernels import (
     bands_kernel,
     drop_kernel,
@@ -171,7 +171,7 @@ def _term_gradients(
             tensors |= _table_gradients(inputs, up, firsts)
         else:
             name, table = terms.tables[0]
-            tensors[f"{name}.table"] = _entries(inputs, up, 0, table.table.shape[1]).sum(0)
+            tensors[f"{name}.table"] = _entries(inputs, up, 0, table.table.shape[1])
     if terms.level is not None:
         name, bias = terms.level
         own: dict[str, Any] = {"query_level": of_rows.d_level, "key_level": of_keys.d_level}
@@ -188,29 +188,39 @@ def _term_gradients(
             assert x is not None
             tensors[f"{name}.{part}"] = x.sum(1).unflatten(0, inputs.shape[:2]).sum(0)
         if line.curve.table.requires_grad:
-            tensors[f"{name}.curve.table"] = _entries(inputs, up, 1, line.curve.table.shape[1]).sum(0)
+            tensors[f"{name}.curve.table"] = _entries(inputs, up, 1, line.curve.table.shape[1])
     if terms.profile is not None:
         name, profile = terms.profile
         mixes = of_rows.d_mixes if profile.side == "query" else of_keys.d_mixes
         assert mixes is not None
         tensors[f"{name}.rows"] = mixes
         if profile.profiles.requires_grad:
-            tensors[f"{name}.profiles"] = _entries(inputs, up, 2, profile.profiles.shape[2]).sum(0)
+            tensors[f"{name}.profiles"] = _entries(inputs, up, 2, profile.profiles.shape[2])
     return tensors
 
 
-def _entries(inputs: KernelInputs, up: Upstream, which: int, length: int) -> Float[Tensor, "batch head *profile entry"]:
-    """The gradient of a table, a curve or profiles, for every sequence and head."""
+def _entries(inputs: KernelInputs, up: Upstream, which: int, length: int) -> Float[Tensor, "head *profile entry"]:
+    """The gradient of a table, a curve or profiles, for every head."""
     call = inputs.call
     profiles = (inputs.flags.PROFILES,) if which == 2 else ()
-    sums = call.q.new_zeros(call.batch, call.heads, *profiles, length, dtype=torch.float32)
+    tile = inputs.tile("entries")
+    chunks = _chunks(inputs, triton.cdiv(call.queries, tile.rows), math.prod(profiles) * length)
+    sums = call.q.new_zeros(chunks * call.batch, call.heads, *profiles, length, dtype=torch.float32)
     if call.q.numel() and call.keys:
-        tile = inputs.tile("entries")
         given, sizes, flags = inputs.arguments(tile, None)
-        extra = {"F": flags, "WHICH": which, "PROFILES": power_of_2(*profiles) if which == 2 else 1}
-        grid = triton.cdiv(length, ENTRIES), call.heads, call.batch
-        entries_kernel[grid](given, sizes, up, sums, length, **extra, **_options(tile))
-    return sums
+        grid = chunks, call.heads, call.batch
+        entries_kernel[grid](given, sizes, up, sums, length, F=flags, WHICH=which, **_options(tile))
+    # Curves and profiles have factors in units of log 2.
+    return sums.sum(0) if which == 0 else sums.sum(0) / LOG2E
+
+
+def _chunks(inputs: KernelInputs, blocks: int, entries: int) -> int:
+    """Over how many programs the blocks of rows of a sequence and head are spread.
+
+    Each has its own sums of all entries. So many that together they take no more memory than the queries in float32,
+    unless those of a single one do.
+    """
+    return max(1, min(blocks, inputs.call.queries * inputs.flags.DIM // max(entries, 1)))
 
 
 def _table_gradients(inputs: KernelInputs, up: Upstream, firsts: bounds.Firsts | None) -> dict[str, Tensor]:

@@ -59,6 +59,7 @@ def tile_for(kernel: str, dtype: torch.dtype, width: int, heavy: bool, capabilit
     whole, wide = dtype == torch.float32, width > 64
     few = capability in SMALL_MEMORY
     if kernel == "entries":
+        # One stage: a program reads sums that it wrote, and no load may come before its turn.
         return Tile(16, 16, 8, 1) if whole and wide else Tile(32, 32, 8 if whole else 4, 1)
     if kernel == "decode":
         return Tile(16, 32 if whole else 64, 4, 2)

@@ -8,7 +8,7 @@ backward    drop_kernel: in half precision, what each row loses to all of its we
             rows_kernel: the gradients of q and of what belongs to a row
             keys_kernel: those of k, v and of what belongs to a key; a program walks through all heads that share them
 tables      bands_kernel: that of a table whose distances follow the slots, a program per band along the diagonal
-            entries_kernel: that of any table, curve or profile, a program per block of entries, slow and exact
+            entries_kernel: that of any table, curve or profile, a program per chunk of blocks of rows
 skipping    bounds_kernel: which blocks of keys cannot matter to a block of rows
 
 Nothing is added atomically and every program has its own place to write, so gradients have the same bits in every run.

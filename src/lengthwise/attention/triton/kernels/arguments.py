@@ -49,7 +49,7 @@ class Flags(NamedTuple):
     """Rows of a tile, and under BN its keys."""
     BN: int
     BE: int
-    """So many entries of a table has a program of entries_kernel."""
+    """So many entries of a table, and so many profiles, entries_kernel adds to at once."""
     TARGET: int
     WIDE: bool
     """Whether rows lie so far apart that 32 bits do not hold where the last is: with 32 heads of 128 side by side, and

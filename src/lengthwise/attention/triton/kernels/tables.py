@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from lengthwise.attention.triton.kernels.arguments import LN2, OF_QUERIES
+from lengthwise.attention.triton.kernels.arguments import OF_QUERIES
 from lengthwise.attention.triton.kernels.reading import (
     above_at,
     key_vectors,
@@ -12,9 +12,8 @@ from lengthwise.attention.triton.kernels.reading import (
     own_place,
     range_of,
     rows_at,
-    vectors,
 )
-from lengthwise.attention.triton.kernels.scores import clamped, gradients_of, lines_of, profile_entries
+from lengthwise.attention.triton.kernels.scores import clamped, gradients_of, lines_of, product, profile_entries
 
 
 @triton.jit(do_not_specialize=["low_band"])
@@ -46,54 +45,69 @@ def bands_kernel(t, z, up, sums, low_band, F: tl.constexpr):
     tl.store(sums + F.BM, tl.sum(tl.where(near, 0.0, turned), 0))
 
 
+@triton.jit
+def sums_by_entry(values, entry, begin, low, high, F: tl.constexpr, AXIS: tl.constexpr, SIZE: tl.constexpr):
+    """Of BE entries from `begin` on those from `low` to `high`: what each row (AXIS 1) or column (0) has of them."""
+    own = begin + tl.arange(0, F.BE)
+    sums = tl.zeros([SIZE, F.BE], tl.float32)
+    for number in range(tl.maximum(low, begin), tl.minimum(high + 1, begin + F.BE)):
+        picked = tl.sum(tl.where(entry == number, values, 0.0), AXIS)
+        sums += tl.where((own == number)[None, :], picked[:, None], 0.0)
+    return sums
+
+
 @triton.jit(do_not_specialize=["length"])
-def entries_kernel(t, z, up, to, length, F: tl.constexpr, WHICH: tl.constexpr, PROFILES: tl.constexpr):
-    """The gradient of some entries of a table (WHICH 0), a curve (1) or of profiles (2), of one sequence and head."""
+def entries_kernel(t, z, up, to, length, F: tl.constexpr, WHICH: tl.constexpr):
+    """The gradient of a table (WHICH 0), a curve (1) or of profiles (2), of some blocks of rows of a sequence and head.
+
+    A program goes through its tiles once, and adds what a tile has to the entries between the least and the greatest
+    that occur in it. Its sums lie in memory, where nobody else writes.
+    """
     p = own_place(t, z)
-    begin_entry = tl.program_id(0) * F.BE
-    own_entry = tl.arange(0, F.BE)
-    total = tl.zeros([PROFILES, F.BE], tl.float32)
-    for block in range(tl.cdiv(z.queries, F.BM)):
+    chunk = tl.program_id(0)
+    part = chunk * (tl.num_programs(1) * tl.num_programs(2)) + p.bh
+    for block in range(chunk, tl.cdiv(z.queries, F.BM), tl.num_programs(0)):
         origin = level_at(t.query_level, t.query_rest, p.bh * z.queries + block * F.BM, F)
         rows = rows_at(t, z, F, p, block * F.BM, origin)
         above = above_at(up, z, F, p, block * F.BM)
         seen = range_of(t, z, F, p, block)
         for tile in range(seen.begin // F.BN, tl.cdiv(seen.end, F.BN)):
             keys = keys_at(t, z, F, p, tile * F.BN, origin)
+            k, v = key_vectors(z, F, p, tile * F.BN)
+            d_entry = gradients_of(k, v, above, t, z, F, p, rows, keys, True).bias
             if WHICH == 0:
                 entry = clamped(rows.in_table, keys.in_table, length)
             elif WHICH == 1:
                 entry = clamped(rows.in_curve, keys.in_curve, length)
+                x, curve, line = lines_of(t, z, F, p.h, rows, keys)
+                d_entry = d_entry * tl.load(t.line_slope + line) * rows.factor[:, None]
             else:
                 entry, has_one = profile_entries(z, F, rows, keys)
-                entry = tl.where(has_one, entry, -1)
-            own = (entry >= begin_entry) & (entry < begin_entry + F.BE)
-            if tl.max(tl.max(tl.where(own, 1, 0), 1), 0) > 0:
-                k, v = key_vectors(z, F, p, tile * F.BN)
-                d_entry = gradients_of(k, v, above, t, z, F, p, rows, keys, True).bias
-                if WHICH == 1:
-                    x, curve, line = lines_of(t, z, F, p.h, rows, keys)
-                    d_entry = d_entry * tl.load(t.line_slope + line) * rows.factor[:, None]
-                for number in range(F.BE):
-                    here = (own_entry == number)[None, :]
-                    picked = tl.where(entry == begin_entry + number, d_entry, 0.0)
-                    if WHICH == 2:
-                        if F.PROFILE == OF_QUERIES:
-                            base = t.mixes + p.bh * z.queries * F.PROFILES
-                            mixes = vectors(base, block * F.BM, z.queries, F.PROFILES, F.PROFILES, PROFILES, F.BM, F)
-                            sums = tl.sum(mixes * tl.sum(picked, 1)[:, None], 0)
-                        else:
-                            base = t.mixes + p.bh * z.keys * F.PROFILES
-                            mixes = vectors(base, tile * F.BN, z.keys, F.PROFILES, F.PROFILES, PROFILES, F.BN, F)
-                            sums = tl.sum(mixes * tl.sum(picked, 0)[:, None], 0)
-                        total += tl.where(here, sums[:, None], 0.0)
+                d_entry = tl.where(has_one, d_entry, 0.0)
+            # What is hidden, or has no weight, has nothing to give, wherever its position is.
+            low = tl.min(tl.min(tl.where(d_entry != 0, entry, length), 1), 0)
+            high = tl.max(tl.max(tl.where(d_entry != 0, entry, -1), 1), 0)
+            for begin in range(low // F.BE * F.BE, high + 1, F.BE):
+                own = begin + tl.arange(0, F.BE)
+                if WHICH == 2:
+                    if F.PROFILE == OF_QUERIES:
+                        at, count = rows.index, z.queries
+                        sums = sums_by_entry(d_entry, entry, begin, low, high, F, 1, F.BM)
                     else:
-                        total += tl.where(here, tl.sum(tl.sum(picked, 1), 0), 0.0)
-    entry = begin_entry + own_entry
-    if WHICH == 2:
-        number = tl.arange(0, PROFILES)
-        where = (p.bh * F.PROFILES + number)[:, None] * length + entry[None, :]
-        tl.store(to + where, total * LN2, mask=(number < F.PROFILES)[:, None] & (entry < length)[None, :])
-    else:
-        sums = tl.sum(total, 0)  # of one row
-        tl.store(to + p.bh * length + entry, sums * LN2 if WHICH == 1 else sums, mask=entry < length)
+                        at, count = keys.index, z.keys
+                        sums = sums_by_entry(d_entry, entry, begin, low, high, F, 0, F.BN)
+                    # Few profiles at once: all would not fit into registers.
+                    for first in range(0, F.PROFILES, F.BE):
+                        profile = first + tl.arange(0, F.BE)
+                        mixes = t.mixes + (p.bh * count + at)[None, :] * F.PROFILES + profile[:, None]
+                        inside = (profile < F.PROFILES)[:, None] & (at < count)[None, :]
+                        mixed_sums = product(tl.load(mixes, mask=inside, other=0.0), sums, F)
+                        where = to + (part * F.PROFILES + profile)[:, None] * length + own[None, :]
+                        inside = (profile < F.PROFILES)[:, None] & (own < length)[None, :]
+                        tl.store(where, tl.load(where, mask=inside, other=0.0) + mixed_sums, mask=inside)
+                else:
+                    where = to + part * length + own
+                    sums = tl.sum(sums_by_entry(d_entry, entry, begin, low, high, F, 1, F.BM), 0)
+                    tl.store(where, tl.load(where, mask=own < length, other=0.0) + sums, mask=own < length)
+            # The next tile reads what this one wrote, maybe by other threads.
+            tl.debug_barrier()
