@@ -329,8 +329,9 @@ def hypothesis_rows(results: StudyResults) -> Rows:
 
 def _ends(interval: Interval | None, form: Callable[[float], str]) -> str:
     """An interval in words; "-" where it is not known, as with one document."""
-    known = interval is not None and not any(map(math.isnan, interval))
-    return " to ".join(map(form, interval)) if interval is not None and known else "-"
+    if interval is None or any(map(math.isnan, interval)):
+        return "-"
+    return " to ".join(map(form, interval))
 
 
 def above_best_rows(results: StudyResults) -> Rows:

@@ -140,7 +140,7 @@ class StudyResults:
         """The encoding with the lowest value at the training length; None where none was measured there."""
         table, length = self.table, self.train_length
         measured = [] if table is None else [name for name in table.names if table.seeds(name, length)]
-        return min(measured, key=lambda name: self.gap(name), default=None)
+        return min(measured, key=self.gap, default=None)
 
     def above_best(self, name: str) -> tuple[float, Interval] | None:
         """How much more an encoding costs than the best at the training length, on the same tokens.

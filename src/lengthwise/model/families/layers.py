@@ -116,7 +116,7 @@ def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
                 _run_body(model, places)
             except (NotImplementedError, torch.OutOfMemoryError):
                 raise
-            except Exception as error:
+            except Exception as error:  # whatever a model's own code raises there
                 kind = type(next(iter(modules.values()))).__name__
                 raise NotImplementedError(
                     f"{kind} of {type(model).__name__} does not run with attention of ours in place: "
