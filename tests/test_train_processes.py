@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from train_kit import assert_close, in_processes, last_state, small_config
 
+from lengthwise import files
 from lengthwise.encodings import Encoding
 from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.runs import Run, RunWriter
@@ -149,14 +150,14 @@ def test_sharding_without_processes_is_refused(tmp_path):
         train(small_config(tmp_path, sharded=True))
 
 
-def test_a_folder_that_not_all_processes_share_is_found_before_training_starts(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr("lengthwise.files.DISK_SECONDS", 0.0)
+def test_a_folder_that_not_all_processes_share_is_found_before_training_starts(tmp_path, capfd):
     config = dataclasses.replace(small_config(tmp_path), out="runs/first")
 
     def elsewhere():
         folder = tmp_path / f"disk of {os.environ['RANK']}"
         folder.mkdir()
         os.chdir(folder)
+        files.DISK_SECONDS = 0.0
         train(config)
 
     assert in_processes(elsewhere, 2) == [1, 1]

@@ -9,10 +9,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import resource_sharer
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,6 +30,10 @@ PATIENCE = 60
 """Seconds after which a process of a test says where it stands, and ends."""
 IDLE = 600
 """Seconds after which a process that gets no more work ends by itself, should its test be gone."""
+CLEAN = multiprocessing.get_context("forkserver")
+# Names that are installed: up to Python 3.12 the server does not look into the folder of the tests.
+CLEAN.set_forkserver_preload(["lengthwise.train.loop", "lengthwise.evaluate.run", "pytest", "cloudpickle"])
+OUTPUTS = (1, 2)
 KERNELS = cache_folder().resolve() / "kernels"
 TEXT = "the reader of a long text forgets what stood at its start unless something tells how far it went"
 
@@ -123,32 +130,56 @@ def join_environment(rank: int, world: int, port: int) -> None:
 
 
 def in_processes(work: Callable[[], object], world: int = 1, *, patience: int = PATIENCE) -> list[int]:
-    """Do some work in as many processes as asked, as torchrun would start them; their exit codes."""
+    """Do some work in as many processes as asked, as torchrun would start them; their exit codes.
+
+    What a test changed in its own process, but for the environment and the folder, is not so in these.
+    """
     port = free_port()
-
-    def one(rank: int) -> None:
-        torch.set_num_threads(1)
-        faulthandler.dump_traceback_later(patience, exit=True)
-        if world > 1:
-            join_environment(rank, world, port)
-        code = 0
-        try:
-            work()
-        except SystemExit as end:
-            code = int(bool(end.code))
-        except BaseException as error:
-            print(f"process {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-            code = 1
-        # Without Python's own end: pytest's is not to run here.
-        os._exit(code)
-
-    context = multiprocessing.get_context("fork")
-    started = [context.Process(target=one, args=(rank,)) for rank in range(world)]
-    for process in started:
-        process.start()
+    started = [start_process(_work, rank, world, port, cloudpickle.dumps(work), patience) for rank in range(world)]
     for process in started:
         process.join()
-    return [process.exitcode for process in started]
+    return [cast(int, process.exitcode) for process in started]
+
+
+def start_process(work: Callable[..., None], *arguments: Any) -> BaseProcess:
+    """A process that is forked from a server with nothing but imports behind it, not from the process of the tests.
+
+    The tests leave threads, which a fork takes halfway. The server's children get this environment, folder and output.
+    """
+    outputs = [resource_sharer.DupFd(number) for number in OUTPUTS]
+    process = CLEAN.Process(target=_moved_in, args=(dict(os.environ), os.getcwd(), outputs, work, arguments))
+    process.daemon = True
+    process.start()
+    return process
+
+
+def _moved_in(
+    environment: dict[str, str], folder: str, outputs: list[Any], work: Callable[..., None], rest: Any
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    for number, output in zip(OUTPUTS, outputs, strict=True):
+        os.dup2(output.detach(), number)
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    work(*rest)
+
+
+def _work(rank: int, world: int, port: int, work: bytes, patience: int) -> None:
+    faulthandler.dump_traceback_later(patience, exit=True)
+    if world > 1:
+        join_environment(rank, world, port)
+    code = 0
+    try:
+        cloudpickle.loads(work)()
+    except SystemExit as end:
+        code = int(bool(end.code))
+    except BaseException as error:
+        print(f"process {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        code = 1
+    sys.stdout.flush()
+    os._exit(code)
 
 
 class Processes:
@@ -184,28 +215,11 @@ class Processes:
             raise AssertionError(fault)
 
     def _start(self, size: int) -> list[tuple[Any, Connection]]:
-        context, port = multiprocessing.get_context("fork"), free_port()
-
-        def one(rank: int, pipe: Connection) -> None:
-            torch.set_num_threads(1)
-            join_environment(rank, size, port)
-            dist.init_process_group("gloo")
-            while pipe.poll(IDLE):
-                work, arguments = pipe.recv()
-                try:
-                    work(*arguments)
-                    dist.barrier()
-                    pipe.send("")
-                except BaseException:
-                    pipe.send(traceback.format_exc())
-
-        every = []
+        port, every = free_port(), []
         for rank in range(size):
-            here, there = context.Pipe()
-            process = context.Process(target=one, args=(rank, there), daemon=True)
-            process.start()
+            here, there = CLEAN.Pipe()
+            every.append((start_process(_work_on, rank, size, port, there), here))
             there.close()
-            every.append((process, here))
         self.started[size] = every
         return every
 
@@ -218,6 +232,19 @@ class Processes:
         """End all processes."""
         for size in list(self.started):
             self._end(size)
+
+
+def _work_on(rank: int, size: int, port: int, pipe: Connection) -> None:
+    join_environment(rank, size, port)
+    dist.init_process_group("gloo")
+    while pipe.poll(IDLE):
+        work, arguments = pipe.recv()
+        try:
+            work(*arguments)
+            dist.barrier()
+            pipe.send("")
+        except BaseException:
+            pipe.send(traceback.format_exc())
 
 
 class Killer:
@@ -244,14 +271,14 @@ class Killer:
 
 def moments(config: TrainConfig, world: int = 1) -> int:
     """How many moments that matter the first process of a run has; it runs to its end."""
-    counter = multiprocessing.get_context("fork").Value("i", 0)
+    count = Path(f"{config.out}.moments")
 
-    def count() -> None:
+    def counted() -> None:
         killer = Killer()
         killer.watch()
         train(config)
         if os.environ.get("RANK", "0") == "0":
-            counter.value = killer.count
+            count.write_text(str(killer.count))
 
-    assert in_processes(count, world) == [0] * world
-    return counter.value
+    assert in_processes(counted, world) == [0] * world
+    return int(count.read_text())
