@@ -23,7 +23,8 @@ from lengthwise.model.families.base import (
     restore_implementations,
     set_implementation,
 )
-from lengthwise.model.families.swap import restore_classes, swap_classes, swap_of
+from lengthwise.model.families.modules import restore_classes, swap_classes
+from lengthwise.model.families.swap import swap_of
 from lengthwise.model.fit import Dropout, fit_of
 
 

@@ -28,8 +28,9 @@ from lengthwise.errors import OptionError, check_choice, check_flag, describe
 from lengthwise.model.attention import Output
 from lengthwise.model.families import classes_that_take_runs
 from lengthwise.model.families.base import position_table
+from lengthwise.model.families.layer_call import LayerCall, Placed
 from lengthwise.model.families.layers import AttentionLayer, attention_layers
-from lengthwise.model.families.swap import LayerCall, Placed, Swap, Waves, current_layout, swap_attention, swap_of
+from lengthwise.model.families.swap import Swap, Waves, current_layout, swap_attention, swap_of
 from lengthwise.model.fit_files import mark_config, width_name
 from lengthwise.model.schedule import LayerSpec, parse_layer, parse_layers, split_embedding
 from lengthwise.token_layout import TokenLayout, Window, layout

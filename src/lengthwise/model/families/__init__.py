@@ -1,7 +1,8 @@
 """What is known of families of models, one file each: the encoding, the layers, the length, how attention is captured.
 
-`lengthwise.inspect` captures through these files; `lw.fit` and `lw.accelerate` get into models by them. swap.py and
-layers.py serve all that follow transformers' attention interface, described.py those that do not. A family with
+`lengthwise.inspect` captures through these files; `lw.fit` and `lw.accelerate` get into models by them. swap.py puts
+functions of ours into all that follow transformers' attention interface (modules.py finds where, layer_call.py is what
+such a function gets, layers.py what each layer did before), described.py into those that do not. A family with
 attention code of its own needs a file of the kind that `bloom.py` is; most models need none.
 """
 

@@ -13,7 +13,7 @@ from lengthwise.bias import DistanceBias, LevelBias
 from lengthwise.model.families.base import Family, HookedFamily, OnRecord, Selected, record_of
 from lengthwise.model.families.described import Described
 from lengthwise.model.families.interface import part_of
-from lengthwise.model.families.swap import LayerCall, observed
+from lengthwise.model.families.layer_call import LayerCall, observed
 
 
 class AcceleratedFamily(Family):

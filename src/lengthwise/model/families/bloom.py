@@ -11,7 +11,7 @@ from lengthwise.bias import LevelBias
 from lengthwise.encodings.alibi import interleaved_slopes
 from lengthwise.model.families.base import AttentionRecord, HookedFamily, key_level_bias, sliced, split_heads, visible
 from lengthwise.model.families.described import Described, by_level, shared
-from lengthwise.model.families.swap import Placed
+from lengthwise.model.families.layer_call import Placed
 
 
 class BloomFamily(HookedFamily):

@@ -22,7 +22,7 @@ from transformers.models.deberta_v2.modeling_deberta_v2 import (
 from lengthwise.bias import Bias, QueryDistanceBias, SumBias
 from lengthwise.model.families.base import AttentionRecord, HookedFamily, sliced, split_heads, table_length
 from lengthwise.model.families.described import Described, placed_by
-from lengthwise.model.families.swap import Placed
+from lengthwise.model.families.layer_call import Placed
 
 Buckets = Int[Tensor, " distance"]
 """The bucket of each distance from 1 - length on."""

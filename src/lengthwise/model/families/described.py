@@ -19,7 +19,8 @@ from lengthwise.bias import Bias, DistanceBias, LevelBias
 from lengthwise.model.attention import Output, lengthwise_attention
 from lengthwise.model.cache import remember
 from lengthwise.model.families.base import ACCELERATED
-from lengthwise.model.families.swap import PLAIN, LayerCall, Placed, Run, swapped_attention
+from lengthwise.model.families.layer_call import PLAIN, LayerCall, Placed, Run
+from lengthwise.model.families.swap import swapped_attention
 from lengthwise.token_layout import Slot, TokenLayout, layout
 
 BY_LAYER = object()

@@ -26,7 +26,9 @@ from lengthwise.encodings._rotary import PAIR_LAYOUTS
 from lengthwise.encodings.registry import build
 from lengthwise.model.attention import Output
 from lengthwise.model.families import classes_that_take_runs, family_of
-from lengthwise.model.families.swap import LayerCall, Run, as_before, attention_modules, owner_of, swap_attention
+from lengthwise.model.families.layer_call import LayerCall, Run, as_before
+from lengthwise.model.families.modules import attention_modules, owner_of
+from lengthwise.model.families.swap import swap_attention
 from lengthwise.token_layout import TokenLayout, Window
 
 FARTHEST = 4096

@@ -17,7 +17,7 @@ from lengthwise.model.families.base import (
 )
 from lengthwise.model.families.described import Described, by_distance, shared
 from lengthwise.model.families.interface import distance_bias
-from lengthwise.model.families.swap import Placed
+from lengthwise.model.families.layer_call import Placed
 
 
 class MPNetFamily(HookedFamily):

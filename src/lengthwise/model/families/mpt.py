@@ -10,7 +10,7 @@ from transformers.models.mpt.modeling_mpt import MptAttention, MptBlock
 from lengthwise.bias import LevelBias
 from lengthwise.model.families.base import AttentionRecord, HookedFamily, key_level_bias, sliced, split_heads
 from lengthwise.model.families.described import Described, shared
-from lengthwise.model.families.swap import Placed
+from lengthwise.model.families.layer_call import Placed
 
 
 class MptFamily(HookedFamily):

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from lengthwise.attention import checked_call
 from lengthwise.encodings import Encoding
 from lengthwise.model.families.base import Family, OnRecord, Rotary, Selected, record_of, table_length
-from lengthwise.model.families.swap import LayerCall, attention_modules, observed, swap_of
+from lengthwise.model.families.layer_call import LayerCall, observed
+from lengthwise.model.families.modules import attention_modules
+from lengthwise.model.families.swap import swap_of
 from lengthwise.token_layout import layout
 
 

@@ -12,7 +12,7 @@ from lengthwise.bias import Bias
 from lengthwise.model.cache import make_room
 from lengthwise.model.families.described import BY_LAYER, Described, by_distance, shared
 from lengthwise.model.families.interface import InterfaceFamily
-from lengthwise.model.families.swap import Placed
+from lengthwise.model.families.layer_call import Placed
 
 
 class DescribedT5(Described):

@@ -32,8 +32,9 @@ from lengthwise.encodings.rope import Rope
 from lengthwise.errors import check_int, describe
 from lengthwise.model.attention import NAME
 from lengthwise.model.families import classes_that_take_runs
+from lengthwise.model.families.layer_call import PLAIN, LayerCall
 from lengthwise.model.families.layers import AttentionLayer, attention_layers
-from lengthwise.model.families.swap import PLAIN, LayerCall, Swap, swap_attention
+from lengthwise.model.families.swap import Swap, swap_attention
 from lengthwise.model.modeling import LengthwiseAttention, LengthwisePreTrainedModel
 from lengthwise.model.schedule import LayerSpec
 from lengthwise.model.stretch.rope import StretchedRope
