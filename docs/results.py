@@ -12,8 +12,8 @@ from lengthwise import __version__
 
 STORED = Path(__file__).parent / "results"
 FILES = ("report.html", "report.md", "study.json", "rise.png", "lengths.png", "losses.png")
-RETRIEVAL_FILES = ("retrieval.png", "contrastive.png")
-"""Of a study with retrieval, beside the others."""
+MORE_FILES = ("far.png", "retrieval.png", "contrastive.png")
+"""Of several encodings, and of a study with retrieval."""
 
 
 def store_results(study: Path, name: str) -> Path:
@@ -29,7 +29,7 @@ def store_results(study: Path, name: str) -> Path:
         raise ValueError(f"results must be of Lengthwise {__version__}, got {version}; run the study again")
     folder = STORED / name
     folder.mkdir(parents=True, exist_ok=True)
-    for file in (*FILES, *(RETRIEVAL_FILES if content["retrieval"] else ())):
+    for file in (*FILES, *(file for file in MORE_FILES if (study / file).is_file())):
         shutil.copyfile(study / file, folder / file)
     return folder
 

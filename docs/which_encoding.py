@@ -42,9 +42,18 @@ class Judged:
         return "in between, or not decided"
 
     @property
+    def rescores(self) -> bool:
+        """Whether it replaces the scores."""
+        return any(row["rescores"] for row in self.rows)
+
+    @property
     def is_level(self) -> bool:
-        """Whether no text tells it apart from the best at the training length."""
-        return all(row["above_best"] is None or row["above_best"]["interval"][0] <= 0 for row in self.rows)
+        """Whether no text tells it apart from the best at the training length, of its own sort.
+
+        One that leaves the scores as they are is compared with the best of those alone.
+        """
+        gaps = [row["above_best" if self.rescores else "above_best_unchanged"] for row in self.rows]
+        return all(gap is None or gap["interval"][0] <= 0 for gap in gaps)
 
 
 def judge(studies: dict[str, dict]) -> list[Judged]:
@@ -63,20 +72,22 @@ def page(studies: dict[str, dict]) -> str:
     seeds = min(len(study["seeds"]) for study in studies.values())
     over = f"{seeds} seeds, by Student's t" if seeds > 1 else "documents, one seed"
     texts = [STUDIES[name] for name in studies]
-    level = [one.name for one in judged if one.is_level]
-    holding = [one.name for one in judged if one.verdict == "holds"]
-    both = [name for name in holding if name in level]
+    level = [one for one in judged if one.is_level]
+    holding = [one for one in judged if one.verdict == "holds"]
+    both = [one for one in holding if one.is_level]
     rule = (
         f"By rule, from the stored studies on {' and '.join(texts)}: models of 2 million weights, trained at {length} "
         "tokens, each encoding at the learning rates chosen for it, 95 % intervals over "
         f"{over}. An encoding *holds* if the interval of its rise at {far:,} tokens, on the same tokens, ends at "
         f"{HOLDS:.0%} or below on every text, and *breaks* if it begins above {BREAKS:.0%} on every text. It is "
-        "*level* with the best at the training length if no text's interval of their difference lies above 0."
+        "*level* with the best at the training length if no text's interval of their difference lies above 0; one "
+        "that leaves the scores as they are is compared with the best of those. `dape`, `dapev2` and `cope` replace "
+        "the scores, which costs several times the time of fused attention."
     )
     answers = [
         f"**Texts longer than those you train on**: to {far // length} times the training length hold "
-        f"{_named(holding)}; of these, level with the best at the training length: {_named(both)}.",
-        f"**Never longer**: level with the best at {length} tokens: {_named(level)}.",
+        f"{_sorted(holding)}. Of these, level with the best at the training length: {_sorted(both)}.",
+        f"**Never longer**: level with the best at {length} tokens: {_sorted(level)}.",
         f"**Not without a remedy beyond {length} tokens** ([stretching](stretching.md) is one for RoPE): "
         f"{_names(judged, 'breaks')}.",
         f"**In between, or not decided**: {_names(judged, 'in between, or not decided')}.",
@@ -99,10 +110,12 @@ def page(studies: dict[str, dict]) -> str:
         "answer stands far back: a model that ignores far text holds too."
     )
     rows = [head, ["---"] * len(head), *map(_cells, judged)]
+    figures = "\n".join(f"![Rises at {far:,} tokens, {STUDIES[name]}](results/{name}/far.png)" for name in studies)
     blocks = [
         "# Which encoding should I use?",
         textwrap.fill(rule, WIDTH),
         "\n".join(textwrap.fill(f"- {answer}", WIDTH, subsequent_indent="  ") for answer in answers),
+        figures,
         "\n".join(f"| {' | '.join(row)} |" for row in rows),
         textwrap.fill(origin, WIDTH),
         textwrap.fill(limits, WIDTH),
@@ -128,6 +141,11 @@ def _mean(values: list[float]) -> float:
 def _with_interval(value: float, interval: list[float], form: str) -> str:
     low, high = interval
     return f"{value:{form}} ({low:{form}} to {high:{form}})"
+
+
+def _sorted(judged: list[Judged]) -> str:
+    unchanged, others = ([one.name for one in judged if one.rescores == replaced] for replaced in (False, True))
+    return f"{_named(unchanged)}; with the scores replaced, {_named(others)}" if others else _named(unchanged)
 
 
 def _names(judged: list[Judged], verdict: str) -> str:

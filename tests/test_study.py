@@ -35,7 +35,7 @@ from lengthwise.study.execute import (
 )
 from lengthwise.study.record import TrainingOutcome, is_recorded
 from lengthwise.study.report import paper_rows, paper_tables
-from lengthwise.study.results import JudgedHypothesis
+from lengthwise.study.results import JudgedHypothesis, StudyResults
 from lengthwise.study.runs import contrastive_runs, study_runs
 from lengthwise.study.watch import missing_commands, watch_study
 from lengthwise.train import TrainConfig, train
@@ -117,30 +117,43 @@ def test_stored_records_are_of_the_runs_that_the_full_study_would_train_today(te
 def test_the_page_on_which_encoding_to_use_says_only_what_the_intervals_of_all_texts_allow(monkeypatch):
     def row(encoding, gap, rise, under_trained=False):
         above = None if gap is None else {"value": sum(gap) / 2, "interval": gap}
+        # cope replaces the scores, and is the best of all.
+        best = {"above_best": above and {"value": 1.0, "interval": [0.9, 1.1]}, "above_best_unchanged": above}
         far = {"length": 1024, "seeds": [] if rise is None else [sum(rise) / 2], "interval": rise}
-        return {"encoding": encoding, "above_best": above, "rise": far, "under_trained": under_trained}
+        own = {"rise": far, "under_trained": under_trained, "rescores": encoding == "cope"}
+        return {"encoding": encoding, **best, **own}
 
     def study(*rows):
         return {"train_length": 128, "seeds": [1, 2, 3], "rows": list(rows)}
 
-    best = row("cable", None, [0.0, 0.02])
+    best = row("cable", [0.0, 0.0], [0.0, 0.02])
+    rescored = row("cope", None, [0.0, 0.01])
     level, behind, broken = row("kerple", [-0.01, 0.02], [0.01, 0.029]), [0.01, 0.03], [0.3, 0.4]
     ends, starved = row("learned", behind, None), row("none", [0.5, 0.6], [0.0, 0.01], under_trained=True)
     studies = {
-        "full-stdlib": study(best, level, row("alibi", behind, [0, 0.01]), row("rope", behind, broken), ends, starved),
-        "full-wikipedia": study(
-            best, level, row("alibi", [-0.1, 0.1], [0, 0.04]), row("rope", behind, broken), ends, starved
-        ),
+        name: study(rescored, best, level, row("alibi", *alibi), row("rope", behind, broken), ends, starved)
+        for name, alibi in (("full-stdlib", (behind, [0, 0.01])), ("full-wikipedia", ([-0.1, 0.1], [0, 0.04])))
     }
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "docs")
     page = " ".join(importlib.import_module("which_encoding").page(studies).split())
-    assert "hold cable and kerple; of these, level with the best at the training length: cable and kerple." in page
-    assert "level with the best at 128 tokens: cable and kerple." in page
+    both = "cable and kerple; with the scores replaced, cope."
+    assert f"hold {both} Of these, level with the best at the training length: {both}" in page
+    assert f"level with the best at 128 tokens: {both}" in page
     assert "**In between, or not decided**: alibi." in page
     assert "is one for RoPE): rope." in page
     assert "**No positions beyond the training length**: learned." in page
     assert "in as many tries: none." in page
-    assert "| cable | best | best | +1.0% (+0.0% to +2.0%) | +1.0% (+0.0% to +2.0%) | holds |" in page
+    assert "| cope | best | best | +0.5% (+0.0% to +1.0%) | +0.5% (+0.0% to +1.0%) | holds |" in page
+
+
+def test_an_encoding_that_replaces_the_scores_is_no_measure_of_what_the_others_learned(tmp_path, monkeypatch):
+    values = {"kerple+dape": 7.0, "cable": 10.0, "rope": 12.0, "none": 12.6}
+    config = small(tmp_path, encodings=list(values))
+    monkeypatch.setattr(StudyResults, "_measured_names", lambda self: list(values))
+    monkeypatch.setattr(StudyResults, "_value", lambda self, name: values[name])
+    results = StudyResults(config, study_runs(config), None, [], {}, {}, {}, 0.0)
+    assert (results.best, results.best_unchanged) == ("kerple+dape", "cable")
+    assert results.under_trained() == ["none"]
 
 
 def test_a_study_writes_one_report_that_opens_offline_and_never_repeats_what_is_done(tmp_path, in_process):

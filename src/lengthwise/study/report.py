@@ -22,6 +22,7 @@ from lengthwise.files import json_text, write_atomic
 from lengthwise.study.config import HYPOTHESIS_KINDS
 from lengthwise.study.results import StudyResults, origin
 from lengthwise.study.runs import StudyRun
+from lengthwise.views.estimates_plot import Estimate, estimates_figure
 from lengthwise.views.line_plot import Line, lines_figure
 from lengthwise.views.style import in_few_colours, png
 
@@ -138,7 +139,7 @@ def report_sections(results: StudyResults, out: Path) -> list[Section]:
             rises = rise_figure(table, train_length=results.train_length)
             words = "The same tokens at every length, so what makes them easy or hard cancels; 95 % intervals."
             caption = "Each line is an encoding, each bar its paired interval over documents."
-            pictures = [Picture(png(rises), caption, "rise")]
+            pictures = [Picture(png(rises), caption, "rise"), *far_pictures(results)]
             sections.append(Section("Rise on the same tokens", [words], rows, pictures))
         if rows := seed_rows(results):
             words = "The rise of each seed, and the 95 % interval of their mean by Student's t."
@@ -230,8 +231,11 @@ def summary(results: StudyResults) -> list[str]:
         sentences.append(f"From {length:,} to {far:,} tokens the {results.metric_name} changes by: {changes}.")
         sentences += retrieval_summary(results, far)
     if late := results.under_trained():
-        gaps = ", ".join(f"{name} ({results.gap(name) - 1:.0%} above the best)" for name in late)
-        sentences.append(f"Under-trained, so not to be judged beyond the training length: {gaps}.")
+        gaps = ", ".join(f"{name} ({results.gap(name) - 1:.0%})" for name in late)
+        sentences.append(
+            f"Under-trained, so not to be judged beyond the training length, with how far above "
+            f"{results.best_unchanged} they are there: {gaps}."
+        )
     return sentences
 
 
@@ -299,6 +303,26 @@ def rise_rows(results: StudyResults) -> Rows:
     return [[f"rise since {length:,}", *(f"{n:,}" for n in beyond)], *rows]
 
 
+def far_pictures(results: StudyResults) -> list[Picture]:
+    """The rises at the far length in order, with their intervals and the value of each seed."""
+    table, far = results.table, results.far_length
+    if table is None or far is None:
+        return []
+    measured = [
+        Estimate(name, rises, interval)
+        for name in table.names
+        if (rises := results.seed_rises(name, far)) and (interval := results.rise_interval(name, far)) is not None
+    ]
+    if len(measured) < 2:
+        return []
+    over = "seeds, by Student's t" if len(results.config.seeds) > 1 else "documents"
+    title = f"Rise of the {results.metric_name} from {results.train_length:,} to {far:,} tokens, same tokens"
+    caption = (
+        f"Each point is a seed, each bar a 95 % interval over {over}. The axis is straight to 1 %, then logarithmic."
+    )
+    return [Picture(png(estimates_figure(measured, title=title)), caption, "far")]
+
+
 def seed_rows(results: StudyResults) -> Rows:
     """The rise of each seed at the far length and the interval of their mean; nothing with one seed."""
     table, far = results.table, results.far_length
@@ -335,16 +359,22 @@ def _ends(interval: Interval | None, form: Callable[[float], str]) -> str:
 
 
 def above_best_rows(results: StudyResults) -> Rows:
-    """How much more each costs than the best at the training length; nothing where there is no other."""
-    table = results.table
-    assert table is not None
-    measured = [(name, above) for name in table.names if (above := results.above_best(name)) is not None]
-    cells = [
-        [name, f"{value:+.3f}", _ends(interval, "{:+.3f}".format)]
-        for name, (value, interval) in sorted(measured, key=lambda item: item[1][0])
+    """How much more each costs at the training length than the best, and than the best that leaves the scores alone."""
+    assert results.table is not None
+    unit = "nats" if results.table.metric == "perplexity" else "bits"
+    bests = list(dict.fromkeys([results.best, results.best_unchanged]))
+    above = {name: [results.above(name, best) for best in bests] for name in results.table.names}
+    names = sorted((name for name in above if above[name][0]), key=lambda name: above[name][0] or (0.0,))
+    rows = [
+        [name, *(text for gap in above[name] for text in (("-", "-") if gap is None else _gap_cells(*gap)))]
+        for name in names
     ]
-    unit = "nats" if table.metric == "perplexity" else "bits"
-    return [[f"{unit} above {results.best}", "mean", "95 % interval"], *cells] if cells else []
+    head = [unit, *(text for best in bests for text in (f"above {best}", "95 % interval"))]
+    return [head, *rows] if rows else []
+
+
+def _gap_cells(value: float, interval: Interval) -> tuple[str, str]:
+    return f"{value:+.3f}", _ends(interval, "{:+.3f}".format)
 
 
 def difference_rows(table: LengthTable) -> Rows:

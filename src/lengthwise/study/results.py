@@ -21,7 +21,10 @@ from lengthwise.study.record import TrainingOutcome, TrainingSummary
 from lengthwise.study.runs import StudyRun
 
 UNDER_TRAINED = 1.25
-"""An encoding this many times above the best at the training length has not learned enough to be judged beyond it."""
+"""An encoding this many times above the best at the training length has not learned enough to be judged beyond it.
+
+The best of those that leave the scores as they are: a network over the scores can do what no position can, such as find
+what stood after a token's last occurrence in one layer, and is no measure of what the others could have learned."""
 
 
 Verdict = Literal["held", "failed", "not decided", "not measured"]
@@ -138,32 +141,50 @@ class StudyResults:
     @property
     def best(self) -> str | None:
         """The encoding with the lowest value at the training length; None where none was measured there."""
-        table, length = self.table, self.train_length
-        measured = [] if table is None else [name for name in table.names if table.seeds(name, length)]
-        return min(measured, key=self.gap, default=None)
+        return self._lowest(self._measured_names())
 
-    def above_best(self, name: str) -> tuple[float, Interval] | None:
-        """How much more an encoding costs than the best at the training length, on the same tokens.
+    @property
+    def best_unchanged(self) -> str | None:
+        """The best of those that leave the scores as they are; the best of all where none does."""
+        return self._lowest([name for name in self._measured_names() if not self.rescores(name)]) or self.best
+
+    def rescores(self, name: str) -> bool:
+        """Whether an encoding replaces the scores."""
+        return any(run.rescores for run in self.runs if run.encoding == name)
+
+    def above(self, name: str, other: str | None) -> tuple[float, Interval] | None:
+        """How much more an encoding costs than another at the training length, on the same tokens.
 
         In nats per token, or bits per byte; its interval is by Student's t over seeds that both have, or with one seed
-        over documents. None for the best itself, and where nothing is paired.
+        over documents. None for the same one, and where nothing is paired.
         """
-        table, best, length = self.table, self.best, self.train_length
-        if table is None or best in (None, name) or not table.seeds(name, length):
+        table, length = self.table, self.train_length
+        if table is None or other in (None, name) or not table.seeds(name, length):
             return None
-        others = {self._seed(score.name): score for score in table.seeds(str(best), length)}
+        others = {self._seed(score.name): score for score in table.seeds(str(other), length)}
         pairs = [(score, others.get(self._seed(score.name))) for score in table.seeds(name, length)]
         differences = [
-            ratio(score.sums(table.metric)) - ratio(other.sums(table.metric))
-            for score, other in pairs
-            if other is not None and other.targets == score.targets
+            ratio(score.sums(table.metric)) - ratio(theirs.sums(table.metric))
+            for score, theirs in pairs
+            if theirs is not None and theirs.targets == score.targets
         ]
         if len(differences) > 1:
             return sum(differences) / len(differences), t_interval(differences)
         try:
-            return table.difference(name, str(best), length)
+            return table.difference(name, str(other), length)
         except ValueError:  # other tokens
             return None
+
+    def _measured_names(self) -> list[str]:
+        table = self.table
+        return [] if table is None else [name for name in table.names if table.seeds(name, self.train_length)]
+
+    def _lowest(self, names: list[str]) -> str | None:
+        return min(names, key=self._value, default=None)
+
+    def _value(self, name: str) -> float:
+        assert self.table is not None
+        return self.table.cell(name, self.train_length).value
 
     def _seed(self, name: str) -> int | None:
         return next((run.seed for run in self.runs if run.name == name), None)
@@ -194,17 +215,13 @@ class StudyResults:
         return changes, retrieval.change(name, far, length)[1] if changes else None
 
     def gap(self, name: str) -> float:
-        """How many times the best value an encoding has at the training length."""
-        assert self.table is not None
-        values = [self.table.cell(other, self.train_length).value for other in self.table.names]
-        best = min((value for value in values if not math.isnan(value)), default=math.nan)
-        return self.table.cell(name, self.train_length).value / best
+        """How many times the best value an encoding has at the training length; see `UNDER_TRAINED`."""
+        best = self.best_unchanged
+        return math.nan if best is None else self._value(name) / self._value(best)
 
     def under_trained(self) -> list[str]:
         """Encodings that are too far behind at the training length to be compared beyond it."""
-        if self.table is None or self.train_length not in self.table.lengths:
-            return []
-        return [name for name in self.table.names if self.gap(name) > UNDER_TRAINED]
+        return [name for name in self._measured_names() if self.gap(name) > UNDER_TRAINED]
 
     def speed_rows(self) -> list[list[str]]:
         """A heading and a line per run: steps, threads, tokens a second, seconds, peak memory, work that is skipped."""
@@ -241,14 +258,17 @@ class StudyResults:
         }
 
     def _row_json(self, table: LengthTable, name: str) -> dict[str, Any]:
-        cells, far, above = {n: table.cell(name, n) for n in table.lengths}, self.far_length, self.above_best(name)
+        cells, far = {n: table.cell(name, n) for n in table.lengths}, self.far_length
+        bests = {"above_best": self.best, "above_best_unchanged": self.best_unchanged}
+        above = {key: self.above(name, best) for key, best in bests.items()}
         row: dict[str, Any] = {
             "encoding": name,
             "values": {n: None if c.refused else c.value for n, c in cells.items()},
             "intervals": {n: None if c.refused else list(c.interval) for n, c in cells.items()},
             "refused": {n: c.refused for n, c in cells.items() if c.refused},
             "under_trained": name in self.under_trained(),
-            "above_best": None if above is None else {"value": above[0], "interval": list(above[1])},
+            "rescores": self.rescores(name),
+            **{key: None if gap is None else {"value": gap[0], "interval": list(gap[1])} for key, gap in above.items()},
         }
         if far is not None:
             interval = self.rise_interval(name, far)

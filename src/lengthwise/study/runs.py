@@ -38,6 +38,12 @@ class StudyRun:
         return self.config.resolved()
 
     @property
+    def rescores(self) -> bool:
+        """Whether an encoding of any layer replaces the scores."""
+        schedule = model_config(self.resolved, vocabulary=1).schedule
+        return any(find(name).overrides("rescore") for spec in schedule for name, _ in spec.parts())
+
+    @property
     def run(self) -> Run | None:
         """The run, once it was started."""
         return Run(self.config.out) if Run.is_run(self.config.out) else None
