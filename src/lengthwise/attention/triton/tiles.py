@@ -4,6 +4,7 @@ Chosen from the machine code that comes out, its registers, spills and shared me
 """
 
 import os
+from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,16 @@ SHORTEST = 2048
 """Of fewer keys none is skipped: the bounds would cost more than they save."""
 
 
+class Load(Enum):
+    """What a kernel keeps of every pair, besides its score."""
+
+    LIGHT = "no bias, or one that none of the others says"
+    GATHERED = "a table that is read by positions"
+    CROWDED = "a table and a level, or a level with a curve"
+    MASKED = "a table or a level, and tokens that are hidden by documents, padding or bands"
+    HEAVY = "lines or profiles"
+
+
 class Tile(NamedTuple):
     """Rows and keys of a tile, warps, and how many tiles are on their way at once."""
 
@@ -49,36 +60,44 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
-def tile_for(kernel: str, dtype: torch.dtype, width: int, heavy: bool, capability: tuple[int, int] | None) -> Tile:
-    """The tile of "forward", "decode", "rows", "keys", "bands" or "entries"; capability None is the interpreter.
-
-    `heavy` biases, lines and profiles, keep more numbers of a pair at once.
-    """
+def tile_for(kernel: str, dtype: torch.dtype, width: int, load: Load, capability: tuple[int, int] | None) -> Tile:
+    """The tile of "forward", "decode", "rows", "keys", "bands" or "entries"; capability None is the interpreter."""
     if capability is None:
         return Tile(16 if kernel == "decode" else 32, 32, 4, 1)
     whole, wide = dtype == torch.float32, width > 64
-    few = capability in SMALL_MEMORY
+    few, heavy, crowded = capability in SMALL_MEMORY, load == Load.HEAVY, load in (Load.CROWDED, Load.MASKED)
     if kernel == "entries":
         # One stage: a program reads sums that it wrote, and no load may come before its turn.
         return Tile(16, 16, 8, 1) if whole and wide else Tile(32, 32, 8 if whole else 4, 1)
     if kernel == "decode":
         return Tile(16, 32 if whole else 64, 4, 2)
     if whole and heavy and kernel == "rows":
-        return Tile(16 if wide else 32, 32, 8, 1)
+        return Tile(16, 32, 8, 1)
     if whole and wide:
-        return Tile(32, 32, 16 if heavy else 8, 1)
+        return Tile(32, 32, 16 if heavy or (load == Load.GATHERED and kernel == "forward") else 8, 1)
     if kernel == "bands" and (whole or heavy or (wide and capability[0] < 9)):
         return Tile(32, 32, 4, 1)
     if whole:
         return Tile(64, 32, 8, 1)
-    if heavy:
-        return Tile(32, 64, 4, 2) if kernel == "keys" else Tile(64, 32, 8 if wide and kernel == "rows" else 4, 2)
-    if kernel == "forward":
-        return Tile(64 if few else 128, 64, 8 if wide or capability[0] in (9, 10) else 4, 2 if wide or few else 3)
-    if kernel == "keys" and few and not wide:
+    if kernel == "rows" and heavy and (capability[0] == 10 or (wide and capability[0] == 9)):
+        # Larger ones of lines spill on 9.0, and Triton 3.7 cannot compile them for 10.0.
         return Tile(32, 32, 4, 2)
-    if kernel == "keys" and capability[0] >= 9:
+    if kernel == "rows" and wide and load == Load.MASKED and capability[0] not in (9, 10):
+        return Tile(32, 32, 4, 2)
+    if heavy and kernel == "keys":
+        return Tile(32, 32 if wide and capability[0] == 12 else 64, 4, 2)
+    if heavy:
+        return Tile(64, 32, 8 if wide and kernel == "rows" else 4, 2)
+    if kernel == "forward":
+        many = wide or capability[0] in (9, 10) or (crowded and not few)
+        return Tile(64 if few else 128, 64, 8 if many else 4, 2 if wide or few else 3)
+    if kernel == "keys" and few and (not wide or (load == Load.MASKED and capability[0] == 12)):
+        return Tile(32, 32, 4, 2)
+    if kernel == "keys" and capability[0] in (9, 10):
         return Tile(32, 64, 4, 2)
+    if kernel in ("rows", "keys") and crowded and not wide and capability[0] != 10:
+        # With eight warps instead, keys_kernel still spills up to 496 bytes on 8.0.
+        return Tile(64, 32, 4, 2)
     return Tile(64, 64, 8 if wide or capability[0] == 10 else 4, 2)
 
 
