@@ -74,25 +74,29 @@ def tile_for(kernel: str, dtype: torch.dtype, width: int, load: Load, capability
     if whole and heavy and kernel == "rows":
         return Tile(16, 32, 8, 1)
     if whole and wide:
-        return Tile(32, 32, 16 if heavy or (load == Load.GATHERED and kernel == "forward") else 8, 1)
-    if kernel == "bands" and (whole or heavy or (wide and capability[0] < 9)):
+        many = heavy or capability[0] >= 9 or (load == Load.GATHERED and kernel == "forward")
+        return Tile(32, 32, 16 if many else 8, 1)
+    if kernel == "bands" and (whole or heavy or (wide and capability[0] not in (9, 10))):
         return Tile(32, 32, 4, 1)
     if whole:
-        return Tile(64, 32, 8, 1)
-    if kernel == "rows" and heavy and (capability[0] == 10 or (wide and capability[0] == 9)):
-        # Larger ones of lines spill on 9.0, and Triton 3.7 cannot compile them for 10.0.
+        return Tile(32 if load == Load.MASKED and capability[0] == 10 else 64, 32, 8, 1)
+    if kernel == "rows" and heavy and (capability[0] in (10, 12) or (wide and capability[0] == 9)):
+        # Larger ones of lines spill on 9.0 and 12.0, and Triton 3.7 cannot compile them for 10.0.
         return Tile(32, 32, 4, 2)
     if kernel == "rows" and wide and load == Load.MASKED and capability[0] not in (9, 10):
         return Tile(32, 32, 4, 2)
     if heavy and kernel == "keys":
-        return Tile(32, 32 if wide and capability[0] == 12 else 64, 4, 2)
+        return Tile(32, 32 if capability[0] == 12 else 64, 4, 2)
     if heavy:
-        return Tile(64, 32, 8 if wide and kernel == "rows" else 4, 2)
+        return Tile(64, 32, 8 if wide and (kernel == "rows" or capability[0] == 12) else 4, 2)
     if kernel == "forward":
         many = wide or capability[0] in (9, 10) or (crowded and not few)
-        return Tile(64 if few else 128, 64, 8 if many else 4, 2 if wide or few else 3)
-    if kernel == "keys" and few and (not wide or (load == Load.MASKED and capability[0] == 12)):
+        short = few or (wide and crowded and capability[0] == 10)
+        return Tile(64 if short else 128, 64, 8 if many else 4, 2 if wide or few else 3)
+    if kernel == "keys" and (few and not wide or wide and load == Load.MASKED and capability[0] in (9, 12)):
         return Tile(32, 32, 4, 2)
+    if kernel == "rows" and wide and crowded and capability[0] == 9:
+        return Tile(64, 32, 8, 2)
     if kernel == "keys" and capability[0] in (9, 10):
         return Tile(32, 64, 4, 2)
     if kernel in ("rows", "keys") and crowded and not wide and capability[0] != 10:
