@@ -29,7 +29,7 @@ from lengthwise.attention.triton.kernels.arguments import (
 )
 from lengthwise.attention.triton.masks import block_ranges, mask_tensors, seen_spans
 from lengthwise.attention.triton.terms import Terms, noted_offsets, terms_of
-from lengthwise.attention.triton.tiles import Tile, capability_of, is_interpreted, tile_for
+from lengthwise.attention.triton.tiles import Load, Tile, capability_of, is_interpreted, tile_for
 from lengthwise.bias import DistanceBias, LevelBias, LineBias, QueryDistanceBias, two_floats
 
 ENTRIES = 16
@@ -98,8 +98,17 @@ class KernelInputs:
     def tile(self, kernel: str) -> Tile:
         """The tile of a kernel, by its name."""
         width = max(self.flags.D, self.flags.DV)
-        heavy = bool(self.flags.LINE or self.flags.PROFILE)
-        return tile_for(kernel, self.call.dtype, width, heavy, capability_of(self.call.q.device))
+        return tile_for(kernel, self.call.dtype, width, self._load(), capability_of(self.call.q.device))
+
+    def _load(self) -> Load:
+        terms = self.terms
+        if terms.line is not None or terms.profile is not None:
+            return Load.HEAVY
+        if self.flags.RANGES and (terms.tables or terms.level is not None):
+            return Load.MASKED
+        if terms.level is not None and (terms.tables or terms.level[1].curve != "linear"):
+            return Load.CROWDED
+        return Load.GATHERED if terms.tables and not self.offsets[0] else Load.LIGHT
 
     def arguments(self, tile: Tile, firsts: bounds.Firsts | None) -> tuple[Given, Sizes, Flags]:
         """What every kernel is given: tensors, sizes and flags."""

@@ -29,7 +29,7 @@ from lengthwise.attention.backend import Output
 from lengthwise.attention.call import AttentionCall, checked_call
 from lengthwise.attention.decode import whole_rows
 from lengthwise.attention.triton.terms import Terms, can_skip
-from lengthwise.attention.triton.tiles import FEW_ROWS, capability_of, shares_of_keys, tile_for
+from lengthwise.attention.triton.tiles import FEW_ROWS, Load, capability_of, shares_of_keys, tile_for
 from lengthwise.bias import Bias, DistanceBias, LevelBias, LineBias, QueryDistanceBias, SumBias
 from lengthwise.files import cache_folder, write_atomic
 from lengthwise.token_layout import Band, TokenLayout
@@ -138,17 +138,17 @@ def kind_of(call: AttentionCall, terms: Terms, *, follows_slots: bool) -> Kind:
         width=powers[0],
         value=powers[1],
         is_narrower=width != powers[0] or value != powers[1],
-        decoding=_decoding(call, terms),
+        decoding=_decoding(call),
         options=", ".join([name for name, part in options.items() if part is not None]),
         is_learned=call.needs_grad,
     )
 
 
-def _decoding(call: AttentionCall, terms: Terms) -> str:
+def _decoding(call: AttentionCall) -> str:
     if call.queries > FEW_ROWS:
         return ""
-    width, heavy = max(call.q.shape[3], call.v.shape[3]), terms.line is not None or terms.profile is not None
-    tile = tile_for("decode", call.dtype, width, heavy, capability_of(call.q.device))
+    width = max(call.q.shape[3], call.v.shape[3])
+    tile = tile_for("decode", call.dtype, width, Load.LIGHT, capability_of(call.q.device))
     shares = shares_of_keys(call.batch * call.heads, -(-call.keys // tile.keys), call.q.device)
     return "shares" if shares > 1 else "whole"
 
