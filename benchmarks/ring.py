@@ -532,10 +532,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", choices=[*MEASURED, "simulate"])
     parser.add_argument("--quick", action="store_true", help="short lengths and few rounds; nothing is written")
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(Sizes().lengths), help="of memory and skip")
     for field in fields(Assumptions):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=field.type, default=None)  # type: ignore[arg-type]
     options = vars(parser.parse_args())
-    case, quick = options.pop("case"), options.pop("quick")
+    case, quick, lengths = (options.pop(name) for name in ("case", "quick", "lengths"))
     given = {name: value for name, value in options.items() if value is not None}
     if case == "simulate":
         taken = measured()
@@ -544,7 +545,7 @@ def main() -> None:
         compare(assumed)
         print(f"assumed: {asdict(assumed)}; measured of these: {', '.join(taken) or 'none'}")
         return
-    rows = MEASURED[case](QUICK if quick else Sizes())
+    rows = MEASURED[case](QUICK if quick else Sizes(tuple(lengths)))
     if quick:
         return
     born = certificate("python benchmarks/ring.py " + " ".join(sys.argv[1:]))
