@@ -82,7 +82,8 @@ def page(studies: dict[str, dict]) -> str:
         f"{HOLDS:.0%} or below on every text, and *breaks* if it begins above {BREAKS:.0%} on every text. It is "
         "*level* with the best at the training length if no text's interval of their difference lies above 0; one "
         "that leaves the scores as they are is compared with the best of those. `dape`, `dapev2` and `cope` replace "
-        "the scores, which costs several times the time of fused attention."
+        "the scores, which takes longer: up to five times attention without a bias, "
+        "[measured](../README.md#what-we-measured)."
     )
     answers = [
         f"**Texts longer than those you train on**: to {far // length} times the training length hold "

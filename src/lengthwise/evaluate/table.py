@@ -207,7 +207,7 @@ class LengthTable:
         return json_text(whole)
 
 
-def rise_figure(table: LengthTable, *, train_length: int) -> "Figure":
+def rise_figure(table: LengthTable, *, train_length: int, metric: str = "perplexity") -> "Figure":
     """How many times its value at the training length each row has at the longer ones, on the same tokens.
 
     A line per row with its paired interval: what makes a text easy or hard at every length cancels.
@@ -225,9 +225,9 @@ def rise_figure(table: LengthTable, *, train_length: int) -> "Figure":
             lines.append(Line(name, *map(list, zip(*known, strict=True))))
     return lines_figure(
         lines,
-        title=f"Perplexity as a multiple of that at {train_length:,} tokens, same tokens, 95 % intervals",
+        title=f"{metric.capitalize()} as a multiple of that at {train_length:,} tokens, same tokens, 95 % intervals",
         across="length in tokens",
-        up=f"times the perplexity at {train_length:,}",
+        up=f"times the {metric} at {train_length:,}",
         marked=train_length,
         whole_bars=True,
     )

@@ -136,7 +136,7 @@ def report_sections(results: StudyResults, out: Path) -> list[Section]:
     if (table := results.table) is not None:
         metric = results.metric_name.capitalize()
         if rows := rise_rows(results):
-            rises = rise_figure(table, train_length=results.train_length)
+            rises = rise_figure(table, train_length=results.train_length, metric=results.metric_name)
             words = "The same tokens at every length, so what makes them easy or hard cancels; 95 % intervals."
             caption = "Each line is an encoding, each bar its paired interval over documents."
             pictures = [Picture(png(rises), caption, "rise"), *far_pictures(results)]
