@@ -16,12 +16,14 @@ import lengthwise as lw
 
 TESTS = Path(__file__).parent
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+CHUNKED = "right_or_refuse or every_pair_of_circumstances or prove_themselves"
+"""The tests of triton_interpreted.py that have other cases in every chunk."""
 
 
-def run_pytest(file: str, first: str = "", **environment: str) -> None:
+def run_pytest(file: str, *options: str, first: str = "", **environment: str) -> None:
     paths = [*filter(None, [first]), str(TESTS), *sys.path]
     own = os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | environment
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / file)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, str(TESTS / file)]
     done = subprocess.run(command, env=own, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
@@ -39,7 +41,8 @@ def test_the_interpreted_kernels_agree_in_a_thousand_random_calls_and_in_the_who
         "LENGTHWISE_TRITON_SEEDS": f"{14 + 50 * chunk} {64 + 50 * chunk}",
         "LENGTHWISE_TRITON_PRODUCT": f"{chunk} 20",
     }
-    run_pytest("triton_interpreted.py", TRITON_INTERPRET="1", **more)
+    options = ("-k", CHUNKED) if chunk else ()
+    run_pytest("triton_interpreted.py", *options, TRITON_INTERPRET="1", **more)
 
 
 @needs_triton
