@@ -70,6 +70,7 @@ class KernelInputs:
         self.flags = Flags(
             TABLE=0 if not terms.tables else STRIP.value if self.offsets[0] else GATHERED.value,
             LEVEL=0 if terms.level is None else CURVES[terms.level[1].curve].value,
+            FINE=terms.level is not None and call.dtype == torch.float32,
             LINE=terms.line is not None,
             PROFILE=0 if terms.profile is None else SIDES[terms.profile[1].side].value,
             ZERO=terms.profile is not None and terms.profile[1].beyond == "zero",

@@ -25,6 +25,8 @@ class Flags(NamedTuple):
 
     TABLE: int
     LEVEL: int
+    FINE: bool
+    """Whether levels' differences have more digits than float32 has: only there it is seen in the result."""
     LINE: bool
     PROFILE: int
     ZERO: bool

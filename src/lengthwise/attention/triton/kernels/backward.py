@@ -14,6 +14,7 @@ from lengthwise.attention.triton.kernels.reading import (
     keys_at,
     last_block_first,
     level_at,
+    level_differences,
     own_place,
     place_of,
     put_vectors,
@@ -89,7 +90,7 @@ def rows_kernel(t, z, up, to, F: tl.constexpr, LINES: tl.constexpr, PROFILES: tl
             if F.LOGIT:
                 d_logit += tl.sum(g.scores * g.before, 1)
             if F.LEVEL:
-                difference = rows.level[:, None] - keys.level[None, :]
+                difference = level_differences(rows, keys, F)
                 d_slope -= tl.sum(g.bias * curve_of(difference, F), 1)
                 d_level -= tl.sum(along_curve(g.bias, difference, F), 1)
             if F.LINE:
@@ -174,7 +175,7 @@ def keys_kernel(t, z, up, to, F: tl.constexpr, PROFILES: tl.constexpr, AT_ONCE: 
                 dv += product(tl.trans(g.weights.to(above.d.dtype)), above.d, F)
                 dk += product(tl.trans(g.content.to(rows.q.dtype)), rows.q, F)
                 if F.LEVEL:
-                    difference = rows.level[:, None] - keys.level[None, :]
+                    difference = level_differences(rows, keys, F)
                     d_level += tl.sum(along_curve(g.bias * rows.slope[:, None], difference, F), 0)
                 if F.PROFILE == OF_KEYS:
                     entry, has_one = profile_entries(z, F, rows, keys)

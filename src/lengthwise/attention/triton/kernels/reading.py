@@ -108,6 +108,28 @@ def level_at(level, rest, at, F: tl.constexpr):
         return Level(0.0, 0.0)
 
 
+@triton.jit
+def from_origin(high, rest, origin, F: tl.constexpr):
+    """Levels less one of them; in float32 with what that rounds away, which is not little where a block spans much."""
+    level = high - origin.high
+    if F.FINE:
+        change = level - high
+        rest = (high - (level - change)) - (origin.high + change) + (rest - origin.rest)
+        total = level + rest
+        return Level(total, rest - (total - level))
+    else:
+        return Level(level + (rest - origin.rest), 0.0)
+
+
+@triton.jit
+def level_differences(rows, keys, F: tl.constexpr):
+    """Of every pair of a tile."""
+    difference = rows.level.high[:, None] - keys.level.high[None, :]
+    if F.FINE:
+        difference += rows.level.rest[:, None] - keys.level.rest[None, :]
+    return difference
+
+
 class Rows(NamedTuple):
     """The rows of a tile; 0 for what a call does not have. Positions are less a table's first distance."""
 
@@ -138,10 +160,11 @@ class Keys(NamedTuple):
 def rows_at(t, z, F: tl.constexpr, p, begin, origin):
     """BM rows from `begin` on, their levels less `origin`."""
     row = begin + tl.arange(0, F.BM)
-    level, slope, logit, factor, in_table, in_curve, in_profile = 0.0, 0.0, 0.0, 0.0, 0, 0, 0
+    slope, logit, factor, in_table, in_curve, in_profile = 0.0, 0.0, 0.0, 0, 0, 0
+    level = origin
     if F.LEVEL:
-        level = numbers(t.query_level + p.bh * z.queries, row, z.queries) - origin.high
-        level += numbers(t.query_rest + p.bh * z.queries, row, z.queries) - origin.rest
+        high = numbers(t.query_level + p.bh * z.queries, row, z.queries)
+        level = from_origin(high, numbers(t.query_rest + p.bh * z.queries, row, z.queries), origin, F)
         slope = numbers(t.slope + p.bh * z.queries, row, z.queries)
     if F.LOGIT:
         logit = numbers(t.logit_scale + p.bh * z.queries, row, z.queries)
@@ -160,10 +183,11 @@ def rows_at(t, z, F: tl.constexpr, p, begin, origin):
 def keys_at(t, z, F: tl.constexpr, p, begin, origin, WHOLE: tl.constexpr = False):
     """BN keys from `begin` on, their levels less `origin`."""
     column = begin + tl.arange(0, F.BN)
-    level, in_table, in_curve, in_profile = 0.0, 0, 0, 0
+    in_table, in_curve, in_profile = 0, 0, 0
+    level = origin
     if F.LEVEL:
-        level = numbers(t.key_level + p.bh * z.keys, column, z.keys, WHOLE) - origin.high
-        level += numbers(t.key_rest + p.bh * z.keys, column, z.keys, WHOLE) - origin.rest
+        high = numbers(t.key_level + p.bh * z.keys, column, z.keys, WHOLE)
+        level = from_origin(high, numbers(t.key_rest + p.bh * z.keys, column, z.keys, WHOLE), origin, F)
     if F.LINE:
         in_curve = numbers(t.curve_key + p.b * z.keys, column, z.keys, WHOLE)
     if F.TABLE == GATHERED:

@@ -16,7 +16,7 @@ from lengthwise.attention.triton.kernels.arguments import (
     ROOM,
     STRIP,
 )
-from lengthwise.attention.triton.kernels.reading import numbers
+from lengthwise.attention.triton.kernels.reading import level_differences, numbers
 
 
 @triton.jit
@@ -125,7 +125,7 @@ def bias_of(s, t, z, F: tl.constexpr, p, rows, keys):
     if F.TABLE == GATHERED:
         s += tl.load(t.table + p.h * z.table_length + clamped(rows.in_table, keys.in_table, z.table_length))
     if F.LEVEL:
-        s -= rows.slope[:, None] * curve_of(rows.level[:, None] - keys.level[None, :], F)
+        s -= rows.slope[:, None] * curve_of(level_differences(rows, keys, F), F)
     if F.LINE:
         x, curve, line = lines_of(t, z, F, p.h, rows, keys)
         s += tl.load(t.line_slope + line) * x + tl.load(t.line_start + line)
