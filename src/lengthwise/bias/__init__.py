@@ -36,6 +36,7 @@ from lengthwise.bias.precision import (
     running_sums,
     two_float_sums,
     two_floats,
+    widest_dtype,
     without_autocast,
 )
 
@@ -72,5 +73,6 @@ __all__ = [
     "running_sums",
     "two_float_sums",
     "two_floats",
+    "widest_dtype",
     "without_autocast",
 ]

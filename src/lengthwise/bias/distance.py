@@ -103,7 +103,7 @@ def _reached(bias: "DistanceBias | QueryDistanceBias", table: Tensor) -> Float[T
 
 
 def picked_columns(table: Float[Tensor, "head column"], index: Int[Tensor, "*shape"]) -> Float[Tensor, "head *shape"]:
-    """table[:, index], with a gradient that is always summed in the same order, which indexing does not promise."""
+    """table[:, index], with a gradient that a CPU always sums in the same order, which indexing does not promise."""
     return table.gather(1, index.reshape(1, -1).expand(table.shape[0], -1)).view(table.shape[0], *index.shape)
 
 

@@ -29,6 +29,11 @@ def has_float64(device: torch.device) -> bool:
     return device.type != "mps"
 
 
+def widest_dtype(device: torch.device) -> torch.dtype:
+    """The floating-point numbers with most digits that a device has."""
+    return torch.float64 if has_float64(device) else torch.float32
+
+
 def running_sums(step: Float[Tensor, "*rest key"], ring: Ring | None = None) -> tuple[Tensor, Tensor | None]:
     """The sums of the steps up to each, in float64 or, without it, as float32 and what that rounded away.
 

@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lengthwise.constants import constant
 from lengthwise.errors import LARGEST, check_number, describe
 from lengthwise.token_layout import Positions
 
@@ -181,7 +182,7 @@ class LongRope(Scaling):
 
     def frequencies(self, length: Positions) -> Frequencies:
         """Each token's by whether its document is longer than the training length."""
-        both = torch.tensor([self.short_factor, self.long_factor], dtype=torch.float32, device=length.device)
+        both = constant((tuple(self.short_factor), tuple(self.long_factor)), length.device, torch.float32)
         divisor = both[(length > self._original).long()]
         return 1 / (divisor * self.rope_base.base ** self.rope_base.exponents(length.device))
 

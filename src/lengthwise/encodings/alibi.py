@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lengthwise.bias import Bias, DistanceBias, Index, LevelBias, at_least_float32, has_float64, registered
+from lengthwise.constants import constant
 from lengthwise.encodings._table_cache import TableCache, bias_of_distance, by_side
 from lengthwise.encodings.base import AttentionShape, Encoding, Sides, State, Tokens, are_apart
 from lengthwise.errors import check_choice, check_flag
@@ -72,7 +73,7 @@ class Alibi(Encoding):
             return bias_of_distance(self._tables, alibi_sides, numbers, layout, learned, causal=False)
         device = layout.query.device
         if self.log_slope is None:
-            slope = torch.tensor(self.slopes, dtype=torch.float32, device=device)[None, :, None]
+            slope = constant(tuple(self.slopes), device, torch.float32)[None, :, None]
         else:
             slope = at_least_float32(self.log_slope).exp()[None, :, None]
         query, key = layout.query[:, None], layout.key[:, None]

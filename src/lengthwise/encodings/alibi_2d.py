@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lengthwise.bias import FunctionBias, Index, registered
+from lengthwise.constants import constant
 from lengthwise.encodings._cells import cells_of, checked_columns
 from lengthwise.encodings.alibi import interleaved_slopes
 from lengthwise.encodings.base import AttentionShape, Encoding, State, Tokens
@@ -33,7 +34,7 @@ class Alibi2d(Encoding):
     def bias(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> FunctionBias:
         """-slope |query - key|, in the plane."""
         query, key = cells_of(layout, self.columns)
-        slope = torch.tensor(self.slopes, dtype=torch.float32, device=query.device)
+        slope = constant(tuple(self.slopes), query.device, torch.float32)
         # The function's first two arguments have the queries and the keys along their last axis.
         return FunctionBias(alibi_2d, (query.mT, key.mT, slope))
 

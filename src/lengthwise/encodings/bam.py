@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lengthwise.bias import Bias, DistanceBias, Index, at_least_float32, registered
+from lengthwise.constants import constant
 from lengthwise.encodings._table_cache import TableCache, bias_of_distance
 from lengthwise.encodings.alibi import interleaved_slopes
 from lengthwise.encodings.base import AttentionShape, Encoding, State, Tokens
@@ -49,7 +50,7 @@ class Bam(Encoding):
                 self.log_scale.copy_(self._slopes(torch.device("cpu")).log())
 
     def _slopes(self, device: torch.device) -> Tensor:
-        return torch.tensor(self.slopes, dtype=torch.float32, device=device)
+        return constant(tuple(self.slopes), device, torch.float32)
 
     def bias(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> Bias:
         """A table with one number per distance, or the function itself where positions have gaps."""

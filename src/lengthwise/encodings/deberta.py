@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from lengthwise.bias import QueryDistanceBias, SumBias
+from lengthwise.constants import constant
 from lengthwise.encodings._table_cache import TableCache, is_decoding
 from lengthwise.encodings.base import (
     AttentionShape,
@@ -116,7 +117,7 @@ class Deberta(QueryEncoding):
         profiles = []
         for layer, buckets in ((self.to_key, self.of_query), (self.to_query, self.of_key)):
             by_bucket = project(layer, self.table[None])[0]
-            index = torch.tensor(buckets, device=by_bucket.device)
+            index = constant(tuple(buckets), by_bucket.device)
             # Not by gather, whose gradient is added up in any order on CUDA.
             profiles.append(F.embedding(index, by_bucket.T).T.unflatten(0, (self.shape.heads, -1)))
         return profiles

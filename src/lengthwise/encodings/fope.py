@@ -15,7 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lengthwise.bias import at_least_float32, has_float64
+from lengthwise.bias import at_least_float32, widest_dtype
+from lengthwise.constants import Constants
 from lengthwise.encodings._rotary import Waves, check_even, check_turned, plain_frequencies, turn
 from lengthwise.encodings.base import AttentionShape, Encoding, Keys, Queries, State
 from lengthwise.errors import check_flag, check_int, check_number
@@ -53,6 +54,7 @@ class Fope(Encoding):
         self.waves_out = min(self.waves_in, max(1, shape.head_dim // 4))
         # Neither a buffer, which a model in half precision would round, nor a parameter unless it is learned.
         self.drawn = self._draw()
+        self._placed = Constants()
         self.mixture = nn.Parameter(torch.empty(self.drawn.shape)) if learned else None
         self.tables = ("mixture",) if learned else ()
         self.reset_parameters()
@@ -80,17 +82,20 @@ class Fope(Encoding):
     def rotate(self, q: Queries, k: Keys, layout: TokenLayout, state: State | None = None) -> tuple[Tensor, Tensor]:
         """Both turned by the mixtures at their positions."""
         check_turned(q, k, layout, self.shape, own_heads=True)
-        mixture = self.drawn.to(layout.query.device) if self.mixture is None else at_least_float32(self.mixture)
+        mixture = self._drawn_on(layout.query.device) if self.mixture is None else at_least_float32(self.mixture)
         query = self._waves(layout.query, mixture)
         key = query if layout.key is layout.query else self._waves(layout.key, mixture)
         return turn(q, query), turn(k, key)
+
+    def _drawn_on(self, device: torch.device) -> Float[Tensor, "2 head wave pair"]:
+        return self._placed.get(device, lambda: self.drawn.to(device))
 
     def _waves(self, positions: Positions, mixture: Tensor) -> Waves:
         """The mixed cosine and sine of some positions, all pairs; those that do not turn behind."""
         frequencies = plain_frequencies(self.base, self.shape, positions.device)[: self.waves_in]
         angles = (positions[..., None].to(mixture.dtype) * frequencies)[:, None]
         # In float64, which neither autocast nor TF32 touches.
-        wide = torch.float64 if has_float64(angles.device) else torch.float32
+        wide = widest_dtype(angles.device)
         waves = zip((angles.cos(), angles.sin()), mixture.to(wide), strict=True)
         cos, sin = ((wave.to(wide) @ own).to(mixture.dtype) for wave, own in waves)
         rest = (*cos.shape[:3], self.shape.head_dim // 2 - self.waves_out)

@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from lengthwise.bias import FunctionBias, Index, at_least_float32, registered
+from lengthwise.constants import constant
 from lengthwise.encodings.alibi import interleaved_slopes
 from lengthwise.encodings.base import AttentionShape, Encoding, State, Tokens, checked_state, every_head, masked_tokens
 from lengthwise.encodings.grape_m import PAPER
@@ -70,7 +71,7 @@ class GrapeA(Encoding):
         own = self.state(x, q=q, k=k) if state is None else state
         key = checked_state(own, "key", x.shape[0], self.shape.heads, layout.key_count)
         scale = F.softplus(at_least_float32(self.raw_scale))
-        slopes = torch.tensor(self.slopes, dtype=scale.dtype, device=scale.device)
+        slopes = constant(tuple(self.slopes), scale.device, scale.dtype)
         factor = (slopes * scale)[:, None]
         query = self._gate(every_head("q", q, self.shape, layout.query_count), self.query_vector)
         return FunctionBias(grape_a, (layout.query, layout.key, factor * query, factor * key), "qkqk")

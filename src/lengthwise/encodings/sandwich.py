@@ -9,7 +9,8 @@ on the diagonal, not 0 there, and falls in waves. dim is 128 whatever the width.
 import torch
 from torch import Tensor
 
-from lengthwise.bias import Bias, DistanceBias, Index, has_float64, registered
+from lengthwise.bias import Bias, DistanceBias, Index, registered, widest_dtype
+from lengthwise.constants import constant
 from lengthwise.encodings._table_cache import TableCache, bias_of_distance
 from lengthwise.encodings.base import AttentionShape, Encoding, State, Tokens
 from lengthwise.errors import check_int
@@ -39,8 +40,8 @@ class Sandwich(Encoding):
 
     def _numbers(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Each head's factor and each wave's frequency."""
-        wide = torch.float64 if has_float64(device) else torch.float32
-        factor = torch.tensor(self.factors, dtype=wide, device=device)
+        wide = widest_dtype(device)
+        factor = constant(tuple(self.factors), device, wide)
         return factor, 10000 ** (-torch.arange(0, self.dim // 2 * 2, 2, dtype=wide, device=device) / self.dim)
 
 

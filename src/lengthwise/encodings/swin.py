@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lengthwise.bias import Bias, DistanceBias, FunctionBias, Index, at_least_float32, picked_columns, registered
+from lengthwise.constants import constant
 from lengthwise.encodings._cells import Cells, cells_of, checked_columns
 from lengthwise.encodings.base import AttentionShape, Encoding, State, Tokens
 from lengthwise.errors import check_int
@@ -52,11 +53,11 @@ class Swin(Encoding):
         table, first = at_least_float32(self.table).T, -(self.rows - 1) * (2 * self.columns - 1) - self.columns + 1
         if layout.query.ndim == 3:
             return DistanceBias(table, query, key, first)
-        return FunctionBias(code_table, (query, key, table, torch.tensor(first, device=query.device)))
+        return FunctionBias(code_table, (query, key, table, constant((first,), query.device)[0]))
 
     def _check_cells(self, cells: Cells) -> None:
         """An error for a cell outside the grid."""
-        within = (cells < torch.tensor([self.rows, self.columns], device=cells.device)).all() & (cells >= 0).all()
+        within = (cells < constant((self.rows, self.columns), cells.device)).all() & (cells >= 0).all()
         message = f"swin's table ends at {self.limit} cells, {self.rows} rows of {self.columns}"
         if torch.compiler.is_compiling() or not cells.is_cpu:
             torch._assert_async(within, message)

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lengthwise.bias import DistanceBias
+from lengthwise.constants import constant
 from lengthwise.encodings._table_cache import TableCache, is_decoding
 from lengthwise.encodings.base import AttentionShape, Encoding, Sides, State, Tokens, are_apart
 from lengthwise.errors import check_int
@@ -59,7 +60,7 @@ class T5(Encoding):
 
     def _spread(self, _: int) -> Float[Tensor, "head distance"]:
         """One number per distance, as many as differ, however far there is to look."""
-        return self.table[torch.tensor(self.ahead + self.past, device=self.table.device)].T.contiguous()
+        return self.table[constant((*self.ahead, *self.past), self.table.device)].T.contiguous()
 
 
 def bucket_of_distance(buckets: int, max_distance: int) -> list[int]:

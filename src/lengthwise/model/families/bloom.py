@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers.models.bloom.modeling_bloom import BloomAttention, dropout_add
 
 from lengthwise.bias import LevelBias
+from lengthwise.constants import constant
 from lengthwise.encodings.alibi import interleaved_slopes
 from lengthwise.model.families.base import AttentionRecord, HookedFamily, key_level_bias, sliced, split_heads, visible
 from lengthwise.model.families.described import Described, by_level, shared
@@ -79,7 +80,7 @@ def _bias(alibi: Tensor, heads: int, placed: Placed) -> LevelBias:
     places = placed.layout
     key = places.key if places.key_mask is None else (places.key_mask.cumsum(1) - 1).clamp(min=0)
     query = key.index_select(1, places.query_slots())
-    slope = torch.tensor(interleaved_slopes(heads), dtype=torch.float32, device=alibi.device)
+    slope = constant(tuple(interleaved_slopes(heads)), alibi.device, torch.float32)
     return LevelBias(query[:, None].double(), key[:, None].double(), slope[None, :, None])
 
 
