@@ -24,7 +24,7 @@ from lengthwise.attention import checked_call, choose, preference, triton
 from lengthwise.inspect import capture
 from lengthwise.inspect.model_maps import position_records
 from lengthwise.inspect.scores import BlockMask, score_block, weights_of
-from lengthwise.model import LengthwiseEncoder, LengthwiseEncoderConfig, LengthwiseForCausalLM
+from lengthwise.model import LengthwiseEncoder, LengthwiseEncoderConfig, LengthwiseForCausalLM, LengthwiseForMaskedLM
 from lengthwise.train import loop, optimizers
 from lengthwise.train.distributed import World
 from lengthwise.train.logging import MetricsBuffer
@@ -103,6 +103,35 @@ def test_position_maps_are_captured_without_a_number(case, monkeypatch):
             bias = None if record.bias is None else record.bias.tile(rows, columns).expand(-1, record.shape[1], -1, -1)
             block = score_block(record, visible, slice(0, record.shape[1]), bias)
             assert weights_of(record, block).device.type == "meta"
+
+
+class Copied(TorchDispatchMode):
+    """Raises at numbers that are copied from the host to a device, which waits for it."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function.overloadpacket.__name__ in ("lift_fresh", "_to_copy", "copy_"):
+            came_from = {x.device.type for x in args if isinstance(x, Tensor)}
+            assert isinstance(result, Tensor)
+            assert came_from == {result.device.type}, f"{function}: {came_from} to {result.device.type}"
+        return result
+
+
+@pytest.mark.parametrize("case", [*CASES, *SCHEDULES])
+def test_after_the_first_step_nothing_is_copied_to_the_device(case, monkeypatch):
+    model, ids = meta_model(case).train(), meta_ids()
+    model(input_ids=ids, labels=ids).loss.backward()
+    made = torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda *_, **named: pytest.fail(f"torch.tensor on {named.get('device')}"))
+    with Copied():
+        model(input_ids=ids, labels=ids).loss.backward()
+    monkeypatch.setattr(torch, "tensor", made)
+
+
+def test_a_masked_model_does_not_read_how_many_tokens_are_labelled():
+    config = LengthwiseEncoderConfig.preset("nano", encoding="cable", vocab_size=64)
+    model = LengthwiseForMaskedLM(config).to("meta").train()
+    model.loss(meta_ids(), meta_ids(), attention_mask=torch.ones_like(meta_ids())).backward()
 
 
 def test_an_encoder_trains_on_padded_texts_without_reading_how_long_they_are():
@@ -229,3 +258,14 @@ def test_kernels_are_launched_on_the_device_of_the_tensors(name, monkeypatch):
     getattr(triton, f"_{name}")(call_on("meta"), {})
     assert [on is q for q, on in launches] == [True]
     assert current == [None]
+
+
+def test_the_pass_before_compiling_leaves_nothing_behind(tmp_path):
+    config = small_config(tmp_path, encoding="cable").resolved()
+    objective = loop.make_objective(config)
+    model = objective.make_model()
+    world = World(0, 1, torch.device("cpu"), sharded=False)
+    random = torch.get_rng_state()
+    loop.pass_outside_graphs(config, objective, loop.SummedLoss(model, objective, world), world, torch.float32)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(p.grad is None for p in model.parameters())

@@ -207,7 +207,7 @@ def _losses(
             tokens = _stacked(corpus, batch).to(model.device)
             wanted = planned.length if planned.every_place else scored
             nats = token_losses(model, tokens, scored=wanted, chunk=planned.chunk)
-            losses.append(list(nats.double().cpu().numpy()))
+            losses.append(list(nats.cpu().double().numpy()))
             progress.done(planned.length, len(batch))
     return losses
 

@@ -121,7 +121,7 @@ def _masked_losses(
         masked = torch.from_numpy(predicted[first : first + at_once])
         labels = text.gather(1, inside)
         read = _surrounded(text, around).scatter(1, inside, labels.masked_fill(masked, mask))
-        losses.append(masked_token_losses(model, read, inside, labels).double().cpu().numpy())
+        losses.append(masked_token_losses(model, read, inside, labels).cpu().double().numpy())
     return np.concatenate(losses)
 
 

@@ -142,7 +142,7 @@ def score_retrieval(
         except PositionError as error:
             scores.append(_refused(loaded.name, length, texts.corpus, str(error)))
             continue
-        cosines = (query_vectors @ vectors.T).double().cpu().numpy()
+        cosines = (query_vectors @ vectors.T).cpu().double().numpy()
         if not np.isfinite(cosines).all():
             scores.append(_refused(loaded.name, length, texts.corpus, f"vectors are not finite at {length:,} tokens"))
             continue

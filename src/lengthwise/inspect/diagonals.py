@@ -91,7 +91,7 @@ class Diagonals:
         """Count the rows, now that all heads are there (Chan, Golub and LeVeque's means and squares)."""
         for piece, parts in self._added.items():
             sums = parts if piece.crosses else _sums(skewed(parts[0])[..., piece.skewed], piece.mask)
-            pivot, total, squares = (part.double().cpu() for part in sums)
+            pivot, total, squares = (part.cpu().double() for part in sums)
             count = piece.count
             some_count = count.clamp(min=1)
             mean = pivot + total / some_count

@@ -150,7 +150,8 @@ class LengthwiseForMaskedLM(EncoderWithHead):
         if labels.shape != input_ids.shape:
             raise ValueError(f"labels must have the input's shape, {tuple(input_ids.shape)}, got {tuple(labels.shape)}")
         x = self.transformer(input_ids, attention_mask=attention_mask, position_ids=position_ids).last_hidden_state
-        if torch.compiler.is_compiling():  # how many are labelled is not known there
+        # How many are labelled is not known in a graph, and a device would have to be waited for.
+        if torch.compiler.is_compiling() or not x.is_cpu:
             return head_loss(x, self.lm_head.weight, labels, reduction=reduction)
         labels = labels.to(x.device)
         labelled = labels != IGNORED

@@ -188,8 +188,9 @@ class World:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _gather_rows(rows: Tensor, rank: int, size: int) -> tuple[Tensor, int]:
-    counts = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(size)]
-    dist.all_gather(counts, torch.tensor([len(rows)], device=rows.device))
+    # By way of the hosts, so that no device is waited for.
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(counts, torch.tensor([len(rows)]))
     sizes = [int(count) for count in counts]
     return cast(Tensor, _GatheredRows.apply(rows, sizes, rank)), sum(sizes[:rank])
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from lengthwise.bias import widest_dtype
+
 log = logging.getLogger(__name__)
 
 
@@ -26,7 +28,7 @@ class MetricsBuffer:
     def add(self, line: dict[str, Any], **values: Tensor) -> None:
         """A line, and the numbers that it still lacks; they are the same in every line."""
         self._lines.append(line)
-        self._values.append(torch.stack([value.double() for value in values.values()]))
+        self._values.append(torch.stack([value.to(widest_dtype(value.device)) for value in values.values()]))
         self._names = tuple(values)
 
     def read(self) -> list[dict[str, Any]]:

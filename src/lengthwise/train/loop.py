@@ -11,7 +11,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lengthwise.bias import widest_dtype
 from lengthwise.runs import Run, RunWriter
 from lengthwise.train.checkpoint import (
     check_folder,
@@ -54,6 +55,22 @@ class SummedLoss(nn.Module):
     def forward(self, *inputs: Tensor | None) -> Float[Tensor, ""]:
         """The sum of the losses of these inputs; of sequences that processes share, this one's part."""
         return self.objective.loss(self.model, *inputs, world=self.world)
+
+
+def pass_outside_graphs(
+    config: ResolvedTrainConfig, objective: Objective, summed_loss: nn.Module, world: World, dtype: torch.dtype
+) -> None:
+    """One pass forward and backward that leaves nothing behind: a GPU's kernels prove themselves in it.
+
+    Inside a compiled graph they cannot, and another backend would be taken, for as long as the graph is.
+    """
+    summed_loss.train()
+    inputs, _ = next(iter(micro_batches(config, objective, 1, world)))
+    with torch.random.fork_rng(), world.sync_gradients(summed_loss, last=True):
+        with world.autocast(dtype):
+            loss = summed_loss(*inputs)
+        loss.backward()
+    summed_loss.zero_grad()
 
 
 def train(config: TrainConfig) -> Run:
@@ -96,8 +113,12 @@ def run(config: ResolvedTrainConfig, world: World) -> None:
                 seed_everything(config.seed, world.rank, start)
             log.info("resumed %s after step %d", config.out, start)
 
-        forward = torch.compile(summed_loss) if config.compile else summed_loss
         parameters = list(model.parameters())
+        forward: Callable[..., Tensor] = summed_loss
+        if config.compile:
+            if world.device.type == "cuda":
+                pass_outside_graphs(config, objective, summed_loss, world, dtype)
+            forward = torch.compile(summed_loss)
         signals = stack.enter_context(SignalHandler(ignore_repeats=world.size > 1))
         progress = ProgressLog(start=start, steps=config.steps, every=config.log_every, quiet=not world.is_first)
         stack.callback(progress.close)
@@ -118,7 +139,7 @@ def run(config: ResolvedTrainConfig, world: World) -> None:
                 warmup=config.warmup,
                 steps=config.steps,
             )
-            total = torch.zeros((), dtype=torch.float64, device=world.device)
+            total = torch.zeros((), dtype=widest_dtype(world.device), device=world.device)
             for inputs, is_last in micro_batches(config, objective, step, world):
                 with world.sync_gradients(summed_loss, last=is_last):
                     with world.autocast(dtype):
