@@ -81,8 +81,10 @@ def is_whole(text: str) -> bool:
 
 def checked_device(device: str) -> torch.device:
     """The device, or an error that says what there is."""
-    known = ["cpu"] + ["cuda"] * torch.cuda.is_available() + ["mps"] * torch.backends.mps.is_available()
+    known = ["cpu"] + ["cuda"] * torch.cuda.is_available()
     kind = device.partition(":")[0]
+    if kind == "mps":
+        raise UserError("a proof compares with float64, which MPS does not have, got --device mps")
     if kind == "cuda" and "cuda" not in known:
         raise UserError("CUDA is not available here: torch finds no NVIDIA GPU, or is a build without CUDA")
     if kind not in known:
@@ -183,12 +185,12 @@ def _verdict(
     """The largest error, or what is wrong."""
     worst = 0.0
     for length, width in product(extent.lengths, extent.widths):
-        call = _call_on(make, where, dtype, length, width)
-        plan = BACKENDS[backend].plan(call)
-        if isinstance(plan, Refusal):
-            reasons |= dict.fromkeys(plan.reasons)
-            return "-"
         try:
+            call = _call_on(make, where, dtype, length, width)
+            plan = BACKENDS[backend].plan(call)
+            if isinstance(plan, Refusal):
+                reasons |= dict.fromkeys(plan.reasons)
+                return "-"
             ours = _results(backend, call)
             exact = _results("reference", _in_float64(call))
             repeats = extent.repeats if length == extent.lengths[len(extent.lengths) // 2] else 1
@@ -196,7 +198,7 @@ def _verdict(
         except torch.OutOfMemoryError:
             return "out of memory"
         except Exception as error:
-            reasons[f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"] = None
+            reasons[_in_a_line(error)] = None
             return "FAILED"
         for name, truth in exact.items():
             size = float(truth.norm())
@@ -207,6 +209,11 @@ def _verdict(
         if not same:
             return "bits"
     return f"{worst:.0e}" if worst <= ALLOWED[dtype] else f"WRONG {worst:.0e}"
+
+
+def _in_a_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]}".replace("|", "/")
 
 
 def _results(backend: str, call: AttentionCall) -> dict[str, Tensor]:
@@ -344,12 +351,15 @@ def _timed(
         except torch.OutOfMemoryError:
             cells.append("out of memory")
             continue
+        except Exception as error:  # a compiler or a driver: the report says so and goes on
+            cells.append(f"FAILED: {_in_a_line(error)}")
+            continue
         low, middle, high = quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
         cells.append(f"{middle:.3g} ({low:.3g} - {high:.3g})")
         peak, rounds = max(peak, memory), len(times)
-    if rounds:
+    if rounds or any(cell.startswith("FAILED") for cell in cells):
         share = getattr(BACKENDS.get(name), "skipped_share", None)
-        skipped = f"{share(idle):.0%}" if share is not None else ""
+        skipped = f"{share(idle):.0%}" if share is not None and rounds else ""
         megabytes = f"{peak / 1e6:,.0f}" if where.type == "cuda" else ""
         yield f"| {length:,} | {bias} | {name} | {' | '.join(cells)} | {rounds} | {megabytes} | {skipped} |"
 

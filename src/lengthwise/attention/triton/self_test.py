@@ -34,7 +34,7 @@ from lengthwise.bias import Bias, DistanceBias, LevelBias, LineBias, QueryDistan
 from lengthwise.files import cache_folder, write_atomic
 from lengthwise.token_layout import Band, TokenLayout
 
-REPORT = "lengthwise info --prove --device cuda"
+REPORT = "lengthwise info --prove --device {device}"
 """The command whose report shows a fault."""
 
 ALLOWED = {"float32": 2.0**-16, "float16": 2.0**-8, "bfloat16": 2.0**-5}
@@ -95,6 +95,14 @@ class Kind(NamedTuple):
     def of_text(cls, text: str) -> "Kind":
         """The kind that wrote the line."""
         return cls(**json.loads(text))
+
+    @property
+    def in_a_graph(self) -> "Kind":
+        """What the same call is in a compiled graph, which does not know whether positions follow the slots."""
+        if self.tables != 1:
+            return self
+        options = ", ".join(option for option in self.options.split(", ") if option != "skipping")
+        return self._replace(by_position=True, options=options)
 
     def has(self, option: str) -> bool:
         """Whether the call has an option."""
@@ -172,27 +180,36 @@ def known_fault(device: str, kind: str) -> str | None:
 
 
 def fault(device: str, kind: str, run: Run, skips: Skips) -> str | None:
-    """Why a kind is not to be trusted on a device; it is tried if nobody knows."""
+    """Why a kind is not to be trusted on a device; it and what a graph makes of it are tried if nobody knows."""
     known = _verdicts(device)
-    if kind not in known:
-        log.warning("Lengthwise: trying the Triton kernels on %s, once: %s", card_of(device), Kind.of_text(kind))
-        try:
-            known[kind] = judge(Kind.of_text(kind), torch.device(device), run, skips)
-            _keep(device, kind, known[kind])
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # whatever a compiler or a driver may raise
-            lines = str(error).strip().splitlines() or [""]
-            known[kind] = f"they failed with {type(error).__name__}: {lines[0][:300]}"
-        if known[kind] is not None:
-            log.warning(
-                "Lengthwise: the Triton kernels are not used on %s for %s: %s. Please report what this prints: %s",
-                card_of(device),
-                Kind.of_text(kind),
-                known[kind],
-                REPORT,
-            )
+    for each in (kind, Kind.of_text(kind).in_a_graph.text):
+        if each not in known:
+            known[each] = _try(device, each, run, skips)
     return known[kind]
+
+
+def _try(device: str, kind: str, run: Run, skips: Skips) -> str | None:
+    log.warning("Lengthwise: trying the Triton kernels on %s, once: %s", card_of(device), Kind.of_text(kind))
+    try:
+        verdict = judge(Kind.of_text(kind), torch.device(device), run, skips)
+        _keep(device, kind, verdict)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a compiler or a driver may raise
+        lines = str(error).strip().splitlines() or [""]
+        verdict = f"they failed with {type(error).__name__}: {lines[0][:300]}"
+        if isinstance(error, torch.AcceleratorError):
+            # The card serves this process no more: the next one must not try again.
+            _keep(device, kind, verdict)
+    if verdict is not None:
+        log.warning(
+            "Lengthwise: the Triton kernels are not used on %s for %s: %s. Please report what this prints: %s",
+            card_of(device),
+            Kind.of_text(kind),
+            verdict,
+            REPORT.format(device=device),
+        )
+    return verdict
 
 
 def judge(kind: Kind, device: torch.device, run: Run, skips: Skips) -> str | None:

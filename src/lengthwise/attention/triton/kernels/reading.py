@@ -48,12 +48,12 @@ def put_vectors(x, values, at, count, DIM: tl.constexpr, WIDTH: tl.constexpr, F:
 
 
 @triton.jit
-def numbers(x, at, count, WHOLE: tl.constexpr = False):
-    """Some numbers of a row; 0 outside, where WHOLE does not promise that there are none."""
+def numbers(x, at, count, WHOLE: tl.constexpr = False, OUTSIDE: tl.constexpr = 0):
+    """Some numbers of a row; OUTSIDE where there are none, if WHOLE does not promise that there are."""
     if WHOLE:
         return tl.load(x + at)
     else:
-        return tl.load(x + at, mask=(at >= 0) & (at < count), other=0)
+        return tl.load(x + at, mask=(at >= 0) & (at < count), other=OUTSIDE)
 
 
 class Place(NamedTuple):
@@ -167,7 +167,8 @@ def rows_at(t, z, F: tl.constexpr, p, begin, origin):
         level = from_origin(high, numbers(t.query_rest + p.bh * z.queries, row, z.queries), origin, F)
         slope = numbers(t.slope + p.bh * z.queries, row, z.queries)
     if F.LOGIT:
-        logit = numbers(t.logit_scale + p.bh * z.queries, row, z.queries)
+        # Not 0, which a bias of -inf would make no number of.
+        logit = numbers(t.logit_scale + p.bh * z.queries, row, z.queries, OUTSIDE=1)
     if F.LINE:
         factor = numbers(t.factor + p.b * z.queries, row, z.queries)
         in_curve = numbers(t.curve_query + p.b * z.queries, row, z.queries) - z.curve_first
