@@ -109,3 +109,15 @@ def test_what_cannot_be_proved_is_one_line(arguments, words):
 def test_the_reports_that_are_kept_are_as_they_were_printed():
     for file in REPORTS.glob("*.md"):
         assert file.name == "README.md" or prove.is_whole(file.read_text()), file
+
+
+def test_a_report_goes_on_where_a_backend_fails(monkeypatch):
+    def fail(call, plan):
+        raise RuntimeError("the compiler | stopped")
+
+    monkeypatch.setattr(BACKENDS["row_block"], "run", fail)
+    monkeypatch.setattr(prove, "QUICK", replace(prove.QUICK, lengths=(5,), repeats=1, timed=(64,)))
+    monkeypatch.setattr(prove.gc, "collect", lambda: 0)
+    lines = prove.report(quick=True).splitlines()
+    assert any("| DenseBias |" in line and "FAILED" in line for line in lines)
+    assert any("row_block | FAILED: RuntimeError: the compiler / stopped" in line for line in lines)

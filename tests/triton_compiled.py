@@ -38,8 +38,8 @@ FAR_TILE, FAR_MEMORY = 900, 48 * 1024
 def table_of(capability: str) -> list[Case]:
     """The whole table of tiles for a card."""
     major, minor = map(int, capability.split("."))
-    precisions = (torch.bfloat16, torch.float32)
-    return [(kind, (major, minor), dim, dtype) for kind, dim, dtype in product(KINDS, (64, 128), precisions)]
+    every = [*product(KINDS, (64, 128), (torch.bfloat16, torch.float32)), ("extras", 64, torch.float16)]
+    return [(kind, (major, minor), dim, dtype) for kind, dim, dtype in every]
 
 
 CASES = table_of(number) if (number := os.environ.get("LENGTHWISE_TRITON_CAPABILITY")) else FEW

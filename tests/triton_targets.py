@@ -157,6 +157,13 @@ def call_of(kind: str, dtype: torch.dtype = torch.bfloat16, dim: int = 64, lengt
     """A causal call with a learned bias of a kind."""
     q, k, v = (torch.zeros(1, 2, length, dim, dtype=dtype) for _ in range(3))
     layout = lw.layout(length)
+    if kind == "few queries":
+        return checked_call(q[:, :, :4], k, v, layout=lw.layout(4, past=length - 4))
+    extras: dict[str, Any] = {}
+    if kind == "extras":
+        numbers = torch.ones(1, 2, length)
+        extras = {"softcap": 30.0, "logit_scale": numbers, "sink": numbers}
+        extras["window"] = (lw.Band(0, 64), lw.Band(first=4))
     if kind == "gathered":  # read by positions, which do not follow the slots
         layout = lw.TokenLayout.of(2 * layout.query, 2 * layout.query, start=0)
     if kind == "masked":
@@ -171,6 +178,7 @@ def call_of(kind: str, dtype: torch.dtype = torch.bfloat16, dim: int = 64, lengt
     profiles = torch.zeros(2, 16, 64, requires_grad=True)
     biases = {
         "none": None,
+        "extras": lw.LevelBias(positions, positions, slope),
         "table": table,
         "gathered": table,
         "masked": lw.LevelBias(positions, positions, slope),
@@ -178,12 +186,16 @@ def call_of(kind: str, dtype: torch.dtype = torch.bfloat16, dim: int = 64, lengt
         "log level": lw.LevelBias(positions, positions, slope, "log1p_square"),
         "line": lw.LineBias(curve, torch.ones(1, length), torch.arange(32.0), lines, lines),
         "profile": lw.QueryDistanceBias(rows, profiles, at, at),
+        "profile of keys": lw.QueryDistanceBias(rows, profiles, at, at, side="key", beyond="zero"),
         "table and level": lw.SumBias((table, lw.LevelBias(positions, positions, slope))),
     }
-    return checked_call(q, k, v, layout=layout, bias=biases[kind])
+    return checked_call(q, k, v, layout=layout, bias=biases[kind], **extras)
 
 
-KINDS = ("none", "table", "gathered", "level", "masked", "log level", "line", "profile", "table and level")
+KINDS = (
+    *("none", "few queries", "extras", "table", "gathered", "level", "masked", "log level", "line", "profile"),
+    *("profile of keys", "table and level"),
+)
 
 
 def needs(kind: str, capability: tuple[int, int], **options: Any) -> Iterator[Needs]:

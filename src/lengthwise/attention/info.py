@@ -22,7 +22,7 @@ from lengthwise.bias import (
     registered,
 )
 from lengthwise.rescore import ContextualPositions, HeadNetwork, ScoreFunction
-from lengthwise.token_layout import layout
+from lengthwise.token_layout import Band, TokenLayout, layout
 
 LENGTH, HEADS, DIM = 24, 2, 16
 
@@ -97,11 +97,17 @@ def _devices() -> list[str]:
 
 
 def _call(
-    length: int, dim: int, bias: Callable[[Tensor], Bias] | None = None, causal: bool = True, **options: object
+    length: int,
+    dim: int,
+    bias: Callable[[Tensor], Bias] | None = None,
+    where: TokenLayout | None = None,
+    key_heads: int = HEADS,
+    **options: object,
 ) -> AttentionCall:
     """On the default device."""
-    q, k, v = (x.requires_grad_() for x in _normal(0, 3, 1, HEADS, length, dim))
-    where = layout(length, causal=causal, device=torch.get_default_device())
+    q, k, v = _normal(0, 3, 1, HEADS, length, dim)
+    q, k, v = (x.requires_grad_() for x in (q, k[:, :key_heads], v[:, :key_heads]))
+    where = layout(length, device=torch.get_default_device()) if where is None else where
     return checked_call(q, k, v, layout=where, bias=bias and bias(where.query), **options)  # type: ignore[arg-type]
 
 
@@ -127,6 +133,19 @@ def _profiles(positions: Tensor) -> QueryDistanceBias:
 def _levels(positions: Tensor) -> LevelBias:
     level = positions[None].double()
     return LevelBias(level, level, torch.full((1, HEADS, 1), 0.5).requires_grad_())
+
+
+def _curved_levels(positions: Tensor) -> LevelBias:
+    return replace(_levels(positions), curve="log1p_square")
+
+
+def _few_queries(length: int, dim: int) -> AttentionCall:
+    """The last ones, of so many keys."""
+    call = _call(length, dim)
+    queries = min(length, 3)
+    return checked_call(
+        call.q[:, :, -queries:], call.k, call.v, layout=layout(queries, past=length - queries, device=call.q.device)
+    )
 
 
 def _lines(positions: Tensor) -> LineBias:
@@ -165,6 +184,7 @@ CALLS: dict[str, Callable[[int, int], AttentionCall]] = {
     "DistanceBias": lambda length, dim: _call(length, dim, _table),
     "QueryDistanceBias": lambda length, dim: _call(length, dim, _profiles),
     "LevelBias": lambda length, dim: _call(length, dim, _levels),
+    "LevelBias, curved": lambda length, dim: _call(length, dim, _curved_levels),
     "LineBias": lambda length, dim: _call(length, dim, _lines),
     "FunctionBias": lambda length, dim: _call(length, dim, _function),
     "DenseBias": lambda length, dim: _call(length, dim, _dense),
@@ -173,7 +193,18 @@ CALLS: dict[str, Callable[[int, int], AttentionCall]] = {
     "ContextualPositions": lambda length, dim: _call(length, dim, rescore=ContextualPositions(torch.ones(dim, 9))),
     "ScoreFunction": lambda length, dim: _call(length, dim, rescore=ScoreFunction(squashed)),
     "window": lambda length, dim: _call(length, dim, _table, window=5),
-    "not causal": lambda length, dim: _call(length, dim, _levels, causal=False),
+    "not causal": lambda length, dim: _call(
+        length, dim, _levels, where=layout(length, causal=False, device=torch.get_default_device())
+    ),
+    "documents": lambda length, dim: _call(
+        length, dim, _table, where=layout(length, documents=torch.arange(length)[None] // 7)
+    ),
+    "padding": lambda length, dim: _call(
+        length, dim, _levels, where=layout(length, key_mask=torch.arange(length)[None] >= length // 4)
+    ),
+    "bands": lambda length, dim: _call(length, dim, _levels, window=(Band(0, 5), Band(first=2))),
+    "shared keys": lambda length, dim: _call(length, dim, _levels, key_heads=1),
+    "few queries": _few_queries,
     "sink": lambda length, dim: _call(length, dim, _table, sink=torch.zeros(HEADS)),
     "logit scale": lambda length, dim: _call(
         length, dim, _table, logit_scale=torch.linspace(0.5, 2, length).view(1, 1, -1)

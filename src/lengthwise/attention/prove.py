@@ -32,7 +32,7 @@ from lengthwise.errors import UserError
 from lengthwise.files import processor_name
 from lengthwise.token_layout import layout
 
-ALLOWED = {torch.float32: 2.0**-14, torch.bfloat16: 2.0**-4}
+ALLOWED = {torch.float32: 2.0**-14, torch.bfloat16: 2.0**-4, torch.float16: 2.0**-7}
 """Errors relative to a tensor's norm that no fault hides in; the report shows the errors themselves."""
 
 SIGN = "<!-- checksum "
@@ -139,9 +139,9 @@ Make = Callable[[int, int], AttentionCall]
 
 def _laws(where: torch.device, extent: Extent) -> Iterator[str]:
     """The largest error of each backend and kind against float64, output and gradients; and equal bits."""
-    dtypes = (torch.float32, torch.bfloat16)
     yield f"Largest error against float64 on this device, relative, output and gradients, {_listed(extent.lengths)}"
-    yield f"tokens, heads of {_listed(extent.widths)}, float32 / bfloat16;"
+    precisions = " / ".join(str(dtype).removeprefix("torch.") for dtype in ALLOWED)
+    yield f"tokens, heads of {_listed(extent.widths)}, {precisions};"
     yield f"`bits` marks results that differ among {extent.repeats} runs, `-` a refusal."
     yield ""
     yield f"| | {' | '.join(BACKENDS)} | auto takes |"
@@ -150,7 +150,7 @@ def _laws(where: torch.device, extent: Extent) -> Iterator[str]:
     for kind, make in CALLS.items():
         cells = []
         for name in BACKENDS:
-            marks = [_verdict(name, make, where, dtype, extent, reasons[name]) for dtype in dtypes]
+            marks = [_verdict(name, make, where, dtype, extent, reasons[name]) for dtype in ALLOWED]
             cells.append("-" if set(marks) == {"-"} else " / ".join(marks))
         yield f"| {kind} | {' | '.join(cells)} | {_taken(make, where, extent)} |"
     yield ""
