@@ -99,10 +99,12 @@ class KernelInputs:
     def tile(self, kernel: str) -> Tile:
         """The tile of a kernel, by its name."""
         width = max(self.flags.D, self.flags.DV)
-        return tile_for(kernel, self.call.dtype, width, self._load(), capability_of(self.call.q.device))
+        return tile_for(kernel, self.call.dtype, width, self._load(kernel), capability_of(self.call.q.device))
 
-    def _load(self) -> Load:
+    def _load(self, kernel: str) -> Load:
         terms = self.terms
+        if kernel == "keys" and terms.profile is not None and terms.profile[1].side == "key":
+            return Load.SUMMED
         if terms.line is not None or terms.profile is not None:
             return Load.HEAVY
         if self.flags.RANGES and (terms.tables or terms.level is not None):

@@ -39,6 +39,7 @@ class Load(Enum):
     CROWDED = "a table and a level, or a level with a curve"
     MASKED = "a table or a level, and tokens that are hidden by documents, padding or bands"
     HEAVY = "lines or profiles"
+    SUMMED = "profiles of keys, whose gradient it adds up beside those of keys and values"
 
 
 class Tile(NamedTuple):
@@ -84,6 +85,8 @@ RULES = (
     Rule(Tile(32, 32, 4, 1), "entries"),
     Rule(Tile(16, 32, 4, 2), "decode", "float32"),
     Rule(Tile(16, 64, 4, 2), "decode"),
+    Rule(Tile(16, 16, 8, 1), "keys", "float32", "", "summed"),
+    Rule(Tile(32, 32, 8, 1), "keys", "", "", "summed"),
     Rule(Tile(16, 32, 8, 1), "rows", "float32", "", "heavy"),
     Rule(Tile(32, 32, 16, 1), "", "float32", "wide", "heavy"),
     Rule(Tile(32, 32, 16, 1), "", "float32", "wide", "", "9 10 12"),
