@@ -7,13 +7,14 @@ import pytest
 import torch
 import transformers as hf
 from fit_kit import DECODERS, ENCODERS, LENGTH, OWN_CODE, assert_close, make_loud, make_model, padded, tokens
-from inspect_kit import LLAMA
+from inspect_kit import LLAMA, MODELS
 from torch import Tensor
 
 import lengthwise as lw
 from lengthwise.evaluate.memory import length_dependent
 from lengthwise.inspect import position_maps
 from lengthwise.model.families.layers import attention_layers
+from lengthwise.model.families.modules import attention_modules
 
 EXACT = 1e-6
 """Models are in float64, and some encodings have slopes in float32; a wrong position of loud models is off by 1e-2."""
@@ -340,6 +341,21 @@ def test_a_window_of_a_schedule_hides_what_lies_behind_it():
     other[:, :10] += 1
     assert torch.equal(model(ids).logits[:, 16:], model(other).logits[:, 16:])
     assert not torch.equal(model(ids).logits[:, 13], model(other).logits[:, 13])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("family", "part"), [("phi", 1.0), ("phi", 0.5), ("gpt_oss", 0.5), ("gpt_oss", 1.0), ("gpt_neox", 0.5)]
+)
+def test_a_rope_turns_its_own_part_of_the_channels_whatever_part_the_module_turned(family, part):
+    torch.manual_seed(0)
+    model, ids = MODELS[family]().eval(), tokens()
+    make_loud(model)
+    lw.fit(model, "rope", part=part)
+    by_module = model(ids).logits
+    for layer in attention_modules(model).values():
+        layer.lengthwise.by_module = None
+    assert_close(by_module, model(ids).logits, 1e-5)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -389,12 +389,20 @@ def _fitted(layer: AttentionLayer, spec: LayerSpec) -> FittedEncoding:
     place = next(layer.module.parameters())
     groups = layer.shape.heads // layer.kv_heads
     spread = groups if groups > 1 and _turns_by_head(encoding, layer) else 1
-    alike = layer.options is not None and "layout" not in layer.options
-    by_module = None
-    if alike and type(encoding) is Rope and encoding.layout == "half" and not encoding.rotates_late:
-        by_module = repr((encoding.scaling, encoding.resonance))
+    by_module = repr((encoding.scaling, encoding.resonance)) if _module_can_turn(layer, encoding) else None
     held = FittedEncoding(encoding, window=spec.window, spread=spread, by_module=by_module)
     return held.to(place.device)
+
+
+def _module_can_turn(layer: AttentionLayer, encoding: Encoding) -> TypeGuard[Rope]:
+    """Whether a layer's module turns by the angles of an encoding as that would: the same channels, paired alike."""
+    if type(encoding) is not Rope or encoding.layout != "half" or encoding.rotates_late:
+        return False
+    if layer.options is None or "layout" in layer.options:
+        return False
+    own = build("rope", layer.shape, layer.options)
+    # Cosines as wide as all pairs of a head are also those of half of its channels, twice.
+    return isinstance(own, Rope) and own.scaling.rope_base.dim == encoding.scaling.rope_base.dim
 
 
 def _built(spec: LayerSpec, layer: AttentionLayer, width: int) -> Encoding:
