@@ -80,6 +80,14 @@ def test_cached_decoding_is_one_pass_and_generate_follows_it(family, spec):
     assert torch.equal(written[0, LENGTH:], again)
 
 
+def test_attention_dropout_is_refused_by_name_in_training():
+    model, tokens = hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA, attention_dropout=0.1)).train(), ids(length=LENGTH)
+    lw.stretch(model, "rerope:7")
+    with pytest.raises(NotImplementedError, match=r"LlamaAttention trains with attention dropout 0\.1.*model\.eval"):
+        model(tokens)
+    assert model.eval()(tokens).logits.isfinite().all()
+
+
 @torch.no_grad()
 def test_left_padding_static_caches_and_copies_change_nothing():
     model, tokens = lw.stretch(make_model("llama"), "self-extend:4:7"), ids(batch=1, length=LENGTH)

@@ -28,7 +28,7 @@ from lengthwise.errors import OptionError, check_choice, check_flag, describe
 from lengthwise.model.attention import Output
 from lengthwise.model.families import classes_that_take_runs
 from lengthwise.model.families.base import position_table
-from lengthwise.model.families.layer_call import LayerCall, Placed
+from lengthwise.model.families.layer_call import LayerCall, Placed, check_no_dropout
 from lengthwise.model.families.layers import AttentionLayer, attention_layers
 from lengthwise.model.families.swap import Swap, Waves, current_layout, swap_attention, swap_of
 from lengthwise.model.fit_files import mark_config, width_name
@@ -257,12 +257,7 @@ def _waves_like(cos: Tensor, rope: Rope, positions: Tensor) -> Waves | None:
 
 
 def _without_dropout(call: LayerCall) -> Output:
-    if call.dropout:
-        kinds = [kind for kind in type(call.module).__mro__ if not kind.__module__.startswith("lengthwise.")]
-        raise NotImplementedError(
-            f"{kinds[0].__name__} trains with attention dropout {call.dropout}, which there is not here; set "
-            "it to 0 in the config, or fit with attention_dropout='leave out'"
-        )
+    check_no_dropout(call.module, call.dropout, "fit with attention_dropout='leave out'")
     return run_encoding(call)
 
 
