@@ -8,7 +8,7 @@ import transformers as hf
 from inspect_kit import LLAMA, MODELS, ids, make_model
 
 import lengthwise as lw
-from lengthwise.model.stretch import has_rope, stretched
+from lengthwise.model.stretch import stretched
 
 COHERE = {"logit_scale": 1.0, "use_qk_norm": True}
 GEMMA3 = {
@@ -149,9 +149,3 @@ def test_what_cannot_be_stretched_is_refused_by_name():
         with pytest.raises(NotImplementedError, match=words):
             lw.stretch(model, spec)
         assert stretched(model) is None
-    assert [has_rope(make_model(family)) for family in ("llama", "gpt2", "gptj", "mistral")] == [
-        True,
-        False,
-        False,
-        True,
-    ]

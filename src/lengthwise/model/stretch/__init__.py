@@ -150,16 +150,6 @@ def trained_length(model: PreTrainedModel) -> int:
     return int(length)
 
 
-def has_rope(model: PreTrainedModel) -> bool:
-    """Whether a layer of the model rotates queries and keys as `rope` does."""
-    if isinstance(model, LengthwisePreTrainedModel):
-        return bool(_sites(model))
-    try:
-        return any(layer.options is not None for layer in attention_layers(model))
-    except NotImplementedError:
-        return False
-
-
 def _check_reach(model: PreTrainedModel, spec: StretchSpec, length: int, reaches: Sequence[int | None]) -> None:
     """An error unless some of these layers with RoPE, by how far they see, can be stretched."""
     if not any(_sees_beyond(reach, length) for reach in reaches):
