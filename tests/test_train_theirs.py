@@ -79,6 +79,16 @@ def test_it_learns_and_its_final_model_is_a_fitted_one(tmp_path, family, encodin
     assert again.metrics[0]["loss"] < losses[0]
 
 
+def test_a_fitted_checkpoint_goes_on_without_its_attention_dropout_and_the_log_says_so(tmp_path, caplog):
+    fitted = lw.fit(FAMILIES["gpt2"](), "kerple")
+    fitted.save_pretrained(tmp_path / "fitted")
+    load_tokenizer("bytes").save_pretrained(tmp_path / "fitted")
+    with caplog.at_level("INFO", logger="lengthwise"):
+        run = train(config_of(tmp_path, start=str(tmp_path / "fitted"), encoding=None, steps=2, warmup=1))
+    assert "GPT2LMHeadModel trains without its attention dropout, 0.1" in caplog.text
+    assert fit_of(lw.load(run.final)).entry["attention_dropout"] == "leave out"
+
+
 @pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.prove)])
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, family, monkeypatch):
     start = checkpoint(tmp_path, family)

@@ -10,7 +10,7 @@ A fitted model is the same object with the same weights. Each attention module g
 its encoding: optimizers, checkpoints and PEFT (modules_to_save=["lengthwise"]) see its parameters.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle, islice
@@ -52,6 +52,7 @@ class FittedEncoding(nn.Module):
     ) -> None:
         super().__init__()
         self.encoding, self.window, self.spread, self.by_module = encoding, window, spread, by_module
+        self.leaves_out_dropout = False
 
 
 @dataclass(eq=False)
@@ -99,8 +100,7 @@ class Fit:
         """Change the model: encodings by number of the layer, and what acts as tokens enter."""
         model, table = self.model, position_table(self.model)
         self.learning = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-        run = RUNS[self.entry["attention_dropout"]]
-        runs, described = dict.fromkeys(encodings, run), classes_that_take_runs(model)
+        runs, described = dict.fromkeys(encodings, run_encoding), classes_that_take_runs(model)
         self.swap = swap_attention(model, runs, angles=rope_angles, described=described)
         owner: Any = self.swap.owner
         owner._lengthwise_fit = self
@@ -110,6 +110,7 @@ class Fit:
             model.requires_grad_(False)
         for number, held in encodings.items():
             self.layers[number].module.add_module(CHILD, held)
+        self.choose_dropout(self.entry["attention_dropout"])
         if embedding is not None:
             owner.add_module(CHILD, embedding)
         if table is not None and not table_stays:
@@ -119,6 +120,13 @@ class Fit:
         elif embedding is not None:
             block = model.get_submodule(_block_of(model, self.layers[0].name))
             self.entrance = block.register_forward_pre_hook(_BlockEntry(owner).before, with_kwargs=True)
+
+    def choose_dropout(self, choice: Dropout) -> None:
+        """What becomes of attention dropout in training, as `fit` takes it."""
+        self.entry["attention_dropout"] = choice
+        for layer in self.layers:
+            if (held := getattr(layer.module, CHILD, None)) is not None:
+                held.leaves_out_dropout = choice == "leave out"
 
     def save_pretrained(
         self,
@@ -231,6 +239,8 @@ def _models_around(model: PreTrainedModel, owner: nn.Module) -> list[PreTrainedM
 def run_encoding(call: LayerCall) -> Output:
     """A layer's attention with the encoding that it was fitted with."""
     held: Any = getattr(call.module, CHILD)
+    if not held.leaves_out_dropout:
+        check_no_dropout(call.module, call.dropout, "fit with attention_dropout='leave out'")
     return call.run(held.encoding, window=held.window, spread=held.spread)
 
 
@@ -254,14 +264,6 @@ def _waves_like(cos: Tensor, rope: Rope, positions: Tensor) -> Waves | None:
     if cos.shape[-1] == 2 * pairs:
         return torch.cat([new[0], new[0]], -1), torch.cat([new[1], new[1]], -1)
     return (new[0], new[1]) if cos.shape[-1] == pairs else None
-
-
-def _without_dropout(call: LayerCall) -> Output:
-    check_no_dropout(call.module, call.dropout, "fit with attention_dropout='leave out'")
-    return run_encoding(call)
-
-
-RUNS: dict[str, Callable[[LayerCall], Output]] = {"refuse": _without_dropout, "leave out": run_encoding}
 
 
 def _check_model(model: object) -> None:
