@@ -13,6 +13,7 @@ from fit_kit import assert_close, make_loud, make_model, tokens
 from safetensors.torch import load_file
 
 import lengthwise as lw
+from lengthwise.data import load_tokenizer
 from lengthwise.model.fit_files import mark_config
 
 SCHEDULE = [{"encoding": "learned+cable"}, {"encoding": "learned+rope", "encoding_options": {"rope": {"base": 500.0}}}]
@@ -69,6 +70,16 @@ def test_a_plain_reload_fails_and_says_what_to_do(tmp_path, family):
     for kind in (type(model), automatic, hf.AutoModel):
         with pytest.raises(Exception, match=r"lengthwise\.load"):
             kind.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["llama", "bert", "gpt2"])
+def test_the_tokenizer_of_a_fitted_folder_is_loaded_with_the_config_of_the_model(tmp_path, family):
+    fitted(family, "alibi").save_pretrained(tmp_path)
+    load_tokenizer("bytes").save_pretrained(tmp_path)
+    with pytest.raises(Exception, match=r"lengthwise\.load"):
+        hf.AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer = hf.AutoTokenizer.from_pretrained(tmp_path, config=lw.load(tmp_path).config)
+    assert tokenizer("abc").input_ids == [97, 98, 99]
 
 
 def test_once_unfitted_a_model_is_saved_as_it_always_was(tmp_path):
