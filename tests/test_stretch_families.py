@@ -80,6 +80,18 @@ def test_cached_decoding_is_one_pass_and_generate_follows_it(family, spec):
     assert torch.equal(written[0, LENGTH:], again)
 
 
+def test_errors_name_the_function_that_takes_out_what_is_in_place():
+    model, tokens = lw.stretch(make_model("llama"), "rerope:7"), ids(length=LENGTH)
+    with pytest.raises(ValueError, match=r"take it out first: lw\.unstretch\(model\)"):
+        lw.stretch(model.model, "rerope:7")
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match=r"call lw\.unstretch\(model\) before"):
+        model(tokens)
+    fitted = lw.fit(make_model("llama"), "alibi")
+    with pytest.raises(ValueError, match=r"take it out first: lw\.unfit\(model\)"):
+        lw.stretch(fitted, "rerope:7")
+
+
 def test_attention_dropout_is_refused_by_name_in_training():
     model, tokens = hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA, attention_dropout=0.1)).train(), ids(length=LENGTH)
     lw.stretch(model, "rerope:7")

@@ -256,7 +256,7 @@ def _stretch_theirs(model: PreTrainedModel, spec: StretchSpec, length: int) -> S
     window = _window_elsewhere(spec, length, [LayerSpec(window=layer.window) for layer in others])
     if window is not None:
         runs |= {layer.number: partial(_run, encoding=PLAIN, window=window) for layer in others}
-    swap = swap_attention(model, runs, described=classes_that_take_runs(model))
+    swap = swap_attention(model, runs, described=classes_that_take_runs(model), undone_by="unstretch")
     return Stretched(spec, length, tuple(encodings.values()), swap)
 
 
