@@ -109,6 +109,16 @@ def test_a_model_that_refuses_a_way_to_stretch_is_measured_without_it_and_a_note
         assert said.count(f"\n{note}") == 1, note
 
 
+def test_missing_answers_and_places_have_their_reasons_in_the_notes(folder, tmp_path, capsys):
+    dynamic = saved(loud_model("rope-dynamic", vocab_size=257, n_positions=37), tmp_path / "dynamic")
+    options = ["--tasks", "copy", "--examples", "3", "--lengths", "5", "74", "--by-position"]
+    evaluate(folder, str(folder / "rope"), f"table={folder / 'learned'}", dynamic, *options)
+    said = capsys.readouterr().out
+    assert re.search("^copy at 5 of rope, table, dynamic: copy has no example of 5 tokens", said, re.MULTILINE)
+    assert re.search("^copy at 74 of table: .*ends at 37", said, re.MULTILINE)
+    assert re.findall("^(.*) without losses at every place", said, re.MULTILINE) == ["dynamic"]
+
+
 @pytest.mark.parametrize(
     ("last", "message"),
     [

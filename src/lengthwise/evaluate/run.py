@@ -20,12 +20,12 @@ from lengthwise.encodings.registry import is_encoding
 from lengthwise.errors import OptionError
 from lengthwise.evaluate.config import EvalConfig, ResolvedEvalConfig
 from lengthwise.evaluate.corpus import Corpus, read_corpus
-from lengthwise.evaluate.losses import LengthPlan, plan_lengths, score_plans
+from lengthwise.evaluate.losses import NO_POSITIONS, LengthPlan, plan_lengths, score_plans
 from lengthwise.evaluate.masked import score_masked_lengths
 from lengthwise.evaluate.progress import Progress
 from lengthwise.evaluate.score import Score
 from lengthwise.evaluate.table import LengthTable, aligned, format_value, length_figure, markdown, position_figure
-from lengthwise.evaluate.tasks import TaskScore, depth_figure, score_task, task_rows, task_share, task_work
+from lengthwise.evaluate.tasks import TaskScore, depth_figure, score_task, task_notes, task_rows, task_share, task_work
 from lengthwise.files import write_atomic
 from lengthwise.loading import LoadedModel, LoadError, load_config_of, load_model, load_tokenizer_of, tokenizer_id
 from lengthwise.model import LengthwiseForCausalLM
@@ -85,7 +85,7 @@ class Evaluation:
         ]
         if self.train_length is not None:
             notes.append(f"trained at {self.train_length:,} tokens")
-        return [*notes, *self.remarks]
+        return [*notes, *task_notes(self.tasks), *self.remarks]
 
     def text(self) -> str:
         """For a terminal."""
@@ -285,6 +285,9 @@ class Measurement:
         self.variants |= {f"{loaded.name}+{spec.label}": spec for spec in self._ways(specs)}
         self.lengths = self._lengths()
         self.plans = {} if self.masked else {name: self._plans(spec) for name, spec in self.variants.items()}
+        for name, plans in self.plans.items():
+            if config.by_position and plans[-1].refused is None and not plans[-1].every_place:
+                self.left_out.append(f"{name} without losses {NO_POSITIONS}")
 
     def _ways(self, specs: Sequence[StretchSpec]) -> list[StretchSpec]:
         """The control and what was given, but for those that this model refuses, which are left out with the reason."""
