@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 import lengthwise as lw
 from lengthwise.data import load_tokenizer
+from lengthwise.model import fit_files
 from lengthwise.model.fit_files import mark_config
 
 SCHEDULE = [{"encoding": "learned+cable"}, {"encoding": "learned+rope", "encoding_options": {"rope": {"base": 500.0}}}]
@@ -80,6 +81,14 @@ def test_the_tokenizer_of_a_fitted_folder_is_loaded_with_the_config_of_the_model
         hf.AutoTokenizer.from_pretrained(tmp_path)
     tokenizer = hf.AutoTokenizer.from_pretrained(tmp_path, config=lw.load(tmp_path).config)
     assert tokenizer("abc").input_ids == [97, 98, 99]
+
+
+def test_a_config_without_a_width_that_is_known_is_named_before_anything_is_written(tmp_path, monkeypatch):
+    model = fitted()
+    monkeypatch.setattr(fit_files, "WIDTHS", ("d_model", "dim"))
+    with pytest.raises(NotImplementedError, match=r"one of d_model, dim, got LlamaConfig with none.*lw\.save_adapter"):
+        model.save_pretrained(tmp_path / "whole")
+    assert not (tmp_path / "whole").exists()
 
 
 def test_once_unfitted_a_model_is_saved_as_it_always_was(tmp_path):

@@ -144,9 +144,10 @@ class Fit:
                 "save_pretrained of a fitted model writes a folder alone, got push_to_hub=True; call "
                 "model.push_to_hub(name)"
             )
+        width = width_name(model.config)
         type(model).save_pretrained(model, save_directory, is_main_process, state_dict, push_to_hub, *args, **kwargs)
         if is_main_process and (Path(save_directory) / "config.json").is_file():
-            mark_config(save_directory, self.entry, width_name(model.config))
+            mark_config(save_directory, self.entry, width)
 
     def undo(self) -> None:
         """Leave the model as it was."""
