@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import sys
 
 import pytest
 import torch
@@ -508,6 +509,27 @@ def test_what_cannot_be_fitted_is_refused_by_name_and_left_untouched(case):
     with pytest.raises(kind, match=message):
         lw.fit(model, encoding, **(options[0] if options else {}))
     assert before is None or facts_of(model) == before
+
+
+REMOTE_CODE = """
+from transformers import LlamaForCausalLM
+
+class StrangeForCausalLM(LlamaForCausalLM):
+    pass
+"""
+
+
+def test_a_model_whose_code_comes_out_of_its_checkpoint_is_refused_and_left_untouched(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    config = hf.LlamaConfig(**LLAMA, auto_map={"AutoModelForCausalLM": "modeling_strange.StrangeForCausalLM"})
+    hf.LlamaForCausalLM(config).save_pretrained(tmp_path / "strange")
+    (tmp_path / "strange/modeling_strange.py").write_text(REMOTE_CODE)
+    model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "strange", trust_remote_code=True)
+    before = facts_of(model)
+    with pytest.raises(NotImplementedError, match="StrangeForCausalLM is code out of a checkpoint"):
+        lw.fit(model, "alibi")
+    assert facts_of(model) == before
 
 
 def test_a_stretched_model_is_refused_with_the_way_out():
