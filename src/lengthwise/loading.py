@@ -28,6 +28,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -121,11 +122,21 @@ def tokenizer_id(tokenizer: PreTrainedTokenizerBase) -> str:
     return tokenizer_hash(tokenizer)[:16]
 
 
-def load_tokenizer_of(source: str | Path) -> PreTrainedTokenizerBase | None:
+def load_tokenizer_of(source: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a run, a checkpoint folder or a name on the hub; None if it has none."""
     checkpoint = resolve_checkpoint(source)
     with readable(checkpoint):
-        return _tokenizer(checkpoint, trust_remote_code=False)
+        return _tokenizer(checkpoint, trust_remote_code=trust_remote_code)
+
+
+def load_config_of(source: str | Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The config of a run, a checkpoint folder or a name on the hub, without its weights; errors as `load_model`'s."""
+    checkpoint = resolve_checkpoint(source)
+    refuse_pickles(checkpoint)
+    with readable(checkpoint):
+        fitted = fitted_config(checkpoint)
+        config: PreTrainedConfig = fitted or AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+        return config
 
 
 def initial_model(

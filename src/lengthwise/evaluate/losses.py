@@ -13,6 +13,7 @@ first token: such models predict nonsense without it.
 
 import hashlib
 import inspect
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.model.families import check_length
 from lengthwise.model.losses import head_loss
 
+log = logging.getLogger(__name__)
+NO_POSITIONS = "at every place: the rotary angles depend on the length, so each place would need a window of its own"
 POSITION_GROUPS = 64
 """Groups of places that losses by position are averaged over."""
 
@@ -115,11 +118,14 @@ def plan_lengths(
             f"chunks go through a cache, which processes cannot share, got --chunk {chunk} and {sharing_processes()} "
             "processes; leave out --chunk, or start one process"
         )
+    if by_position and length_dependent(model):
+        log.warning("there are no losses %s", NO_POSITIONS)
+        by_position = False
     ends = {"shortest": lengths[0], "longest": lengths[-1]}
     plans = []
     for length in lengths:
         plan = plan_text_windows(protocol, total, length, windows=windows, stride=stride, **ends)
-        every = by_position and length == lengths[-1] and not length_dependent(model)
+        every = by_position and length == lengths[-1]
         scored = length if every else plan.windows[0].scored
         try:
             check_length(model, length)

@@ -17,18 +17,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lengthwise.data import documents
 from lengthwise.data.tokenizers import surrounding_tokens
 from lengthwise.encodings.registry import is_encoding
+from lengthwise.errors import OptionError
 from lengthwise.evaluate.config import EvalConfig, ResolvedEvalConfig
 from lengthwise.evaluate.corpus import Corpus, read_corpus
-from lengthwise.evaluate.losses import LengthPlan, plan_lengths, score_plans
+from lengthwise.evaluate.losses import NO_POSITIONS, LengthPlan, plan_lengths, score_plans
 from lengthwise.evaluate.masked import score_masked_lengths
 from lengthwise.evaluate.progress import Progress
 from lengthwise.evaluate.score import Score
 from lengthwise.evaluate.table import LengthTable, aligned, format_value, length_figure, markdown, position_figure
-from lengthwise.evaluate.tasks import TaskScore, depth_figure, score_task, task_rows, task_share, task_work
+from lengthwise.evaluate.tasks import TaskScore, depth_figure, score_task, task_notes, task_rows, task_share, task_work
 from lengthwise.files import write_atomic
-from lengthwise.loading import LoadedModel, LoadError, load_model, tokenizer_id
+from lengthwise.loading import LoadedModel, LoadError, load_config_of, load_model, load_tokenizer_of, tokenizer_id
 from lengthwise.model import LengthwiseForCausalLM
-from lengthwise.model.stretch import has_rope, stretching, trained_length
+from lengthwise.model.stretch import stretching
 from lengthwise.model.stretch.bands import CONTROL
 from lengthwise.model.stretch.spec import StretchSpec, parse_stretch
 from lengthwise.runs import Run
@@ -41,6 +42,9 @@ CORPUS_TOKENS = 2**20
 CAUSAL_OPTIONS = ("protocol", "stride", "chunk", "by_position", "stretch", "tasks")
 """What changes nothing of an encoder's measurement."""
 
+MASKED = "ForMaskedLM"
+EXPECTED = "expected a trained causal language model with its tokenizer"
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -49,8 +53,8 @@ class Evaluation:
     table: LengthTable
     tasks: list[TaskScore]
     train_length: int | None
-    memory: tuple[str, ...] = ()
-    """What every model needed, in words."""
+    remarks: tuple[str, ...] = ()
+    """What every model needed, and what was left out, in words."""
 
     def rows(self) -> list[list[str]]:
         """A heading and a line a model: every length with its interval, how far it holds, and tasks at the longest."""
@@ -81,7 +85,7 @@ class Evaluation:
         ]
         if self.train_length is not None:
             notes.append(f"trained at {self.train_length:,} tokens")
-        return [*notes, *self.memory]
+        return [*notes, *task_notes(self.tasks), *self.remarks]
 
     def text(self) -> str:
         """For a terminal."""
@@ -145,51 +149,97 @@ def evaluate_models(
     for task in resolved.tasks:
         find_task(task)
     specs = [parse_stretch(spec) for spec in resolved.stretch]
+    _check_sources(named, resolved, specs, trust_remote_code=trust_remote_code)
     corpora = Corpora(resolved)
     scores: list[Score] = []
     tasks: list[TaskScore] = []
-    memory: list[str] = []
+    remarks: list[str] = []
     train_lengths = set()
     for name, source in named:
         loaded = load_for_evaluation(source, name=name, device=device, trust_remote_code=trust_remote_code)
         train_lengths.add(loaded.train_length)
         measurement = Measurement(loaded, resolved, corpora, specs)
-        memory.append(measurement.memory())
-        log.info("%s", memory[-1])
+        remarks += [measurement.memory(), *measurement.left_out]
+        log.info("%s", measurement.memory())
         own_scores, own_tasks = measurement.run()
         scores += own_scores
         tasks += own_tasks
     train_length = train_lengths.pop() if len(train_lengths) == 1 else None
-    return Evaluation(LengthTable(scores), tasks, train_length, tuple(memory))
+    return Evaluation(LengthTable(scores), tasks, train_length, tuple(remarks))
+
+
+def _check_sources(
+    named: Sequence[tuple[str, str]],
+    config: ResolvedEvalConfig,
+    specs: Sequence[StretchSpec],
+    *,
+    trust_remote_code: bool,
+) -> None:
+    """What can be known without weights, of all models: an error at the last one would lose what was measured."""
+    lengths: list[int] = []
+    for name, source in named:
+        _refuse_encoding(source)
+        own = load_config_of(source, trust_remote_code=trust_remote_code)
+        _refuse_no_tokenizer(source, load_tokenizer_of(source, trust_remote_code=trust_remote_code))
+        if any(architecture.endswith(MASKED) for architecture in own.architectures or ()):
+            _refuse_causal_options(name, config)
+        length = getattr(own.get_text_config(), "max_position_embeddings", None)
+        lengths += [] if length is None else [length]
+    for spec in specs:
+        refusals = [error for length in lengths if (error := _refusal_of_numbers(spec, length)) is not None]
+        # Where they fit one model, the others are measured without that way.
+        if refusals and len(refusals) == len(lengths):
+            raise refusals[0]
+
+
+def _refusal_of_numbers(spec: StretchSpec, train_length: int) -> OptionError | None:
+    try:
+        spec.bands(train_length)
+    except OptionError as error:
+        return error
+    return None
 
 
 def load_for_evaluation(
     source: str | Path, *, name: str, device: str = "auto", trust_remote_code: bool = False
 ) -> LoadedModel:
     """A trained causal language model in float32 with its tokenizer; an error for anything else."""
-    expected = "expected a trained causal language model with its tokenizer"
-    if is_encoding(str(source)):
-        raise LoadError(f"{expected}, got the encoding {str(source)!r}; name a run or a folder, such as ./{source}")
+    _refuse_encoding(source)
     loaded = load_model(source, name=name, device=device, dtype=torch.float32, trust_remote_code=trust_remote_code)
-    if loaded.tokenizer is None:
-        raise LoadError(f"{expected}, got {str(source)!r}, which has no tokenizer; save one with save_pretrained")
+    tokenizer = _refuse_no_tokenizer(source, loaded.tokenizer)
     if loaded.model.config.is_encoder_decoder or loaded.model.get_output_embeddings() is None:
         raise LoadError(
-            f"{expected}, got {type(loaded.model).__name__}, which has no head that predicts a token; "
+            f"{EXPECTED}, got {type(loaded.model).__name__}, which has no head that predicts a token; "
             "one that gives vectors is measured with --retrieval"
         )
     if is_masked_model(loaded.model):
-        if loaded.tokenizer.mask_token_id is None:
+        if tokenizer.mask_token_id is None:
             raise LoadError(f"masked tokens need a mask token, got the tokenizer of {str(source)!r} without one")
         return loaded
     if not isinstance(loaded.model, LengthwiseForCausalLM) and not _is_causal(loaded):
-        raise LoadError(f"{expected}, got {type(loaded.model).__name__}, which sees tokens before it predicts them")
+        raise LoadError(f"{EXPECTED}, got {type(loaded.model).__name__}, which sees tokens before it predicts them")
     return loaded
+
+
+def _refuse_encoding(source: str | Path) -> None:
+    if is_encoding(str(source)):
+        raise LoadError(f"{EXPECTED}, got the encoding {str(source)!r}; name a run or a folder, such as ./{source}")
+
+
+def _refuse_no_tokenizer(source: str | Path, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+    if tokenizer is None:
+        raise LoadError(f"{EXPECTED}, got {str(source)!r}, which has no tokenizer; save one with save_pretrained")
+    return tokenizer
+
+
+def _refuse_causal_options(name: str, config: EvalConfig) -> None:
+    if ignored := config.changed(CAUSAL_OPTIONS):
+        raise LoadError(f"{', '.join(ignored)}: for models that predict the next token, got {name}, an encoder")
 
 
 def is_masked_model(model: PreTrainedModel) -> bool:
     """Whether it predicts masked tokens."""
-    return type(model).__name__.endswith("ForMaskedLM")
+    return type(model).__name__.endswith(MASKED)
 
 
 @torch.no_grad()
@@ -227,20 +277,39 @@ class Measurement:
         self.loaded, self.config, self.tokenizer = loaded, config, loaded.tokenizer
         self.corpus = corpora.read(self.tokenizer)
         self.masked = is_masked_model(loaded.model)
-        if self.masked and (ignored := config.changed(CAUSAL_OPTIONS)):
-            options = ", ".join(ignored)
-            raise LoadError(f"{options}: for models that predict the next token, got {loaded.name}, an encoder")
+        if self.masked:
+            _refuse_causal_options(loaded.name, config)
+        self.left_out: list[str] = []
+        """What cannot be measured of this model, and why."""
         self.variants: dict[str, StretchSpec | None] = {loaded.name: None}
         self.variants |= {f"{loaded.name}+{spec.label}": spec for spec in self._ways(specs)}
         self.lengths = self._lengths()
         self.plans = {} if self.masked else {name: self._plans(spec) for name, spec in self.variants.items()}
+        for name, plans in self.plans.items():
+            if config.by_position and plans[-1].refused is None and not plans[-1].every_place:
+                self.left_out.append(f"{name} without losses {NO_POSITIONS}")
 
     def _ways(self, specs: Sequence[StretchSpec]) -> list[StretchSpec]:
-        """The control and what was given, if the model has RoPE."""
-        if not specs or self.masked or not has_rope(self.loaded.model):
+        """The control and what was given, but for those that this model refuses, which are left out with the reason."""
+        if not specs:
             return []
-        control = parse_stretch(f"{CONTROL}:{trained_length(self.loaded.model)}")
-        return [control, *(spec for spec in specs if spec.label not in (CONTROL, control.label))]
+        trained = self.loaded.train_length
+        control = parse_stretch(CONTROL if trained is None else f"{CONTROL}:{trained}")
+        refused: dict[str, list[str]] = {}
+        possible = []
+        for spec in (control, *(spec for spec in specs if spec.label not in (CONTROL, control.label))):
+            try:
+                with stretching(self.loaded.model, spec):
+                    possible.append(spec)
+            except (NotImplementedError, ValueError) as error:
+                refused.setdefault(str(error), []).append(spec.label)
+        for reason, labels in refused.items():
+            self._leave_out(f"{self.loaded.name} without {', '.join(labels)}: {reason}")
+        return possible
+
+    def _leave_out(self, remark: str) -> None:
+        log.warning("%s", remark)
+        self.left_out.append(remark)
 
     def _lengths(self) -> list[int]:
         """Those of the config, and the trained one, without which nothing can be said of longer ones."""

@@ -203,3 +203,12 @@ def task_rows(scores: Sequence[TaskScore]) -> list[list[str]]:
         lines[score.task, depth, score.name][score.length] = "-" if score.refused else f"{score.share:.0%}"
     head = ["task", "depth", "model", *(f"{length:,}" for length in lengths)]
     return [head, *([*line, *(cells.get(n, "-") for n in lengths)] for line, cells in lines.items())]
+
+
+def task_notes(scores: Sequence[TaskScore]) -> list[str]:
+    """The reason for each missing cell, once for all models and depths that have it."""
+    names: dict[tuple[str, int, str], dict[str, None]] = defaultdict(dict)
+    for score in scores:
+        if score.refused:
+            names[score.task, score.length, score.refused][score.name] = None
+    return [f"{task} at {length:,} of {', '.join(own)}: {reason}" for (task, length, reason), own in names.items()]

@@ -10,12 +10,12 @@ A fitted model is the same object with the same weights. Each attention module g
 its encoding: optimizers, checkpoints and PEFT (modules_to_save=["lengthwise"]) see its parameters.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from lengthwise.errors import OptionError, check_choice, check_flag, describe
 from lengthwise.model.attention import Output
 from lengthwise.model.families import classes_that_take_runs
 from lengthwise.model.families.base import position_table
-from lengthwise.model.families.layer_call import LayerCall, Placed
+from lengthwise.model.families.layer_call import LayerCall, Placed, check_no_dropout
 from lengthwise.model.families.layers import AttentionLayer, attention_layers
 from lengthwise.model.families.swap import Swap, Waves, current_layout, swap_attention, swap_of
 from lengthwise.model.fit_files import mark_config, width_name
@@ -52,6 +52,7 @@ class FittedEncoding(nn.Module):
     ) -> None:
         super().__init__()
         self.encoding, self.window, self.spread, self.by_module = encoding, window, spread, by_module
+        self.leaves_out_dropout = False
 
 
 @dataclass(eq=False)
@@ -99,8 +100,7 @@ class Fit:
         """Change the model: encodings by number of the layer, and what acts as tokens enter."""
         model, table = self.model, position_table(self.model)
         self.learning = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-        run = RUNS[self.entry["attention_dropout"]]
-        runs, described = dict.fromkeys(encodings, run), classes_that_take_runs(model)
+        runs, described = dict.fromkeys(encodings, run_encoding), classes_that_take_runs(model)
         self.swap = swap_attention(model, runs, angles=rope_angles, described=described)
         owner: Any = self.swap.owner
         owner._lengthwise_fit = self
@@ -110,6 +110,7 @@ class Fit:
             model.requires_grad_(False)
         for number, held in encodings.items():
             self.layers[number].module.add_module(CHILD, held)
+        self.choose_dropout(self.entry["attention_dropout"])
         if embedding is not None:
             owner.add_module(CHILD, embedding)
         if table is not None and not table_stays:
@@ -119,6 +120,13 @@ class Fit:
         elif embedding is not None:
             block = model.get_submodule(_block_of(model, self.layers[0].name))
             self.entrance = block.register_forward_pre_hook(_BlockEntry(owner).before, with_kwargs=True)
+
+    def choose_dropout(self, choice: Dropout) -> None:
+        """What becomes of attention dropout in training, as `fit` takes it."""
+        self.entry["attention_dropout"] = choice
+        for layer in self.layers:
+            if (held := getattr(layer.module, CHILD, None)) is not None:
+                held.leaves_out_dropout = choice == "leave out"
 
     def save_pretrained(
         self,
@@ -136,9 +144,10 @@ class Fit:
                 "save_pretrained of a fitted model writes a folder alone, got push_to_hub=True; call "
                 "model.push_to_hub(name)"
             )
+        width = width_name(model.config)
         type(model).save_pretrained(model, save_directory, is_main_process, state_dict, push_to_hub, *args, **kwargs)
         if is_main_process and (Path(save_directory) / "config.json").is_file():
-            mark_config(save_directory, self.entry, width_name(model.config))
+            mark_config(save_directory, self.entry, width)
 
     def undo(self) -> None:
         """Leave the model as it was."""
@@ -231,6 +240,8 @@ def _models_around(model: PreTrainedModel, owner: nn.Module) -> list[PreTrainedM
 def run_encoding(call: LayerCall) -> Output:
     """A layer's attention with the encoding that it was fitted with."""
     held: Any = getattr(call.module, CHILD)
+    if not held.leaves_out_dropout:
+        check_no_dropout(call.module, call.dropout, "fit with attention_dropout='leave out'")
     return call.run(held.encoding, window=held.window, spread=held.spread)
 
 
@@ -254,19 +265,6 @@ def _waves_like(cos: Tensor, rope: Rope, positions: Tensor) -> Waves | None:
     if cos.shape[-1] == 2 * pairs:
         return torch.cat([new[0], new[0]], -1), torch.cat([new[1], new[1]], -1)
     return (new[0], new[1]) if cos.shape[-1] == pairs else None
-
-
-def _without_dropout(call: LayerCall) -> Output:
-    if call.dropout:
-        kinds = [kind for kind in type(call.module).__mro__ if not kind.__module__.startswith("lengthwise.")]
-        raise NotImplementedError(
-            f"{kinds[0].__name__} trains with attention dropout {call.dropout}, which there is not here; set "
-            "it to 0 in the config, or fit with attention_dropout='leave out'"
-        )
-    return run_encoding(call)
-
-
-RUNS: dict[str, Callable[[LayerCall], Output]] = {"refuse": _without_dropout, "leave out": run_encoding}
 
 
 def _check_model(model: object) -> None:
@@ -389,12 +387,20 @@ def _fitted(layer: AttentionLayer, spec: LayerSpec) -> FittedEncoding:
     place = next(layer.module.parameters())
     groups = layer.shape.heads // layer.kv_heads
     spread = groups if groups > 1 and _turns_by_head(encoding, layer) else 1
-    alike = layer.options is not None and "layout" not in layer.options
-    by_module = None
-    if alike and type(encoding) is Rope and encoding.layout == "half" and not encoding.rotates_late:
-        by_module = repr((encoding.scaling, encoding.resonance))
+    by_module = repr((encoding.scaling, encoding.resonance)) if _module_can_turn(layer, encoding) else None
     held = FittedEncoding(encoding, window=spec.window, spread=spread, by_module=by_module)
     return held.to(place.device)
+
+
+def _module_can_turn(layer: AttentionLayer, encoding: Encoding) -> TypeGuard[Rope]:
+    """Whether a layer's module turns by the angles of an encoding as that would: the same channels, paired alike."""
+    if type(encoding) is not Rope or encoding.layout != "half" or encoding.rotates_late:
+        return False
+    if layer.options is None or "layout" in layer.options:
+        return False
+    own = build("rope", layer.shape, layer.options)
+    # Cosines as wide as all pairs of a head are also those of half of its channels, twice.
+    return isinstance(own, Rope) and own.scaling.rope_base.dim == encoding.scaling.rope_base.dim
 
 
 def _built(spec: LayerSpec, layer: AttentionLayer, width: int) -> Encoding:

@@ -21,7 +21,13 @@ WIDTHS = ("hidden_size", "n_embd", "d_model", "dim")
 def width_name(config: object) -> str:
     """What the width is called in the files of a family."""
     aliases = getattr(type(config), "attribute_map", {})
-    return next(name for name in WIDTHS if hasattr(config, name) and name not in aliases)
+    for name in WIDTHS:
+        if hasattr(config, name) and name not in aliases:
+            return name
+    raise NotImplementedError(
+        f"a fitted model is marked in the width of its config, which must be one of {', '.join(WIDTHS)}, got "
+        f"{type(config).__name__} with none of them; save the encoding alone: lw.save_adapter(model, folder)"
+    )
 
 
 def mark_config(folder: str | Path, entry: dict[str, Any], width: str) -> None:

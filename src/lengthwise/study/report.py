@@ -17,7 +17,7 @@ from lengthwise.evaluate import LengthTable
 from lengthwise.evaluate.retrieval_table import RetrievalTable, retrieval_figure
 from lengthwise.evaluate.statistics import Interval
 from lengthwise.evaluate.table import format_value, length_figure, markdown, rise_figure
-from lengthwise.evaluate.tasks import task_rows
+from lengthwise.evaluate.tasks import task_notes, task_rows
 from lengthwise.files import json_text, write_atomic
 from lengthwise.study.config import HYPOTHESIS_KINDS
 from lengthwise.study.results import StudyResults, origin
@@ -169,7 +169,8 @@ def report_sections(results: StudyResults, out: Path) -> list[Section]:
         sections += [Section("Beside another study", [words], rows)] if len(rows) > 1 else []
     sections += retrieval_sections(results)
     if results.tasks:
-        sections.append(Section("Tasks", ["Share of answers that are right as a whole."], task_rows(results.tasks)))
+        about = ["Share of answers that are right as a whole.", *task_notes(results.tasks)]
+        sections.append(Section("Tasks", about, task_rows(results.tasks)))
     if losses := loss_curves(results):
         sections.append(Section("Training", pictures=losses))
     if heads := head_maps(results, out):

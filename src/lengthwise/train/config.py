@@ -178,7 +178,8 @@ def is_theirs(source: str) -> bool:
     folder = folder / "final" if (folder / "final").is_dir() else folder
     if (folder / "config.json").is_file():
         return not str(json.loads((folder / "config.json").read_text()).get("model_type")).startswith("lengthwise")
-    return "/" in source and not folder.exists()
+    # A name on the hub need not have an owner: gpt2.
+    return not folder.exists()
 
 
 @dataclass(frozen=True)

@@ -45,18 +45,21 @@ def fitted_model(config: ResolvedTrainConfig, tokenizer: PreTrainedTokenizerFast
     if isinstance(model, LengthwisePreTrainedModel) or not model.can_generate() or model.config.is_encoder_decoder:
         raise ValueError(f"--start-from must be a decoder of transformers, got {name} in {config.start_from}")
     chosen = config.layers if config.encoding is None else config.encoding
-    if chosen is None and fit_of(model) is None:
+    before = fit_of(model)
+    if chosen is not None:
+        if before is not None:
+            unfit(model)
+        fit(model, chosen, attention_dropout="leave out", **(config.encoding_options or {}))
+    elif before is not None:
+        before.choose_dropout("leave out")
+    else:
         raise ValueError(
             f"--start-from {config.start_from} is not fitted yet, so an encoding must be given, got none; use "
             "--encoding own to leave it as it is"
         )
-    if chosen is not None:
-        if fit_of(model) is not None:
-            unfit(model)
-        fit(model, chosen, attention_dropout="leave out", **(config.encoding_options or {}))
-        rates = [getattr(model.config, dropout, 0) for dropout in DROPOUTS]
-        if any(rates):
-            log.info("%s trains without its attention dropout, %s", name, max(filter(None, rates)))
+    rates = [getattr(model.config, dropout, 0) for dropout in DROPOUTS]
+    if any(rates):
+        log.info("%s trains without its attention dropout, %s", name, max(filter(None, rates)))
     vocabulary = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > vocabulary:
         raise ValueError(f"the tokenizer must have at most the model's {vocabulary:,} tokens, got {len(tokenizer):,}")

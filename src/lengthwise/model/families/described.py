@@ -19,7 +19,7 @@ from lengthwise.bias import Bias, DistanceBias, LevelBias
 from lengthwise.model.attention import Output, lengthwise_attention
 from lengthwise.model.cache import remember
 from lengthwise.model.families.base import ACCELERATED
-from lengthwise.model.families.layer_call import PLAIN, LayerCall, Placed, Run
+from lengthwise.model.families.layer_call import PLAIN, LayerCall, Placed, Run, check_no_dropout
 from lengthwise.model.families.swap import swapped_attention
 from lengthwise.token_layout import Slot, TokenLayout, layout
 
@@ -62,10 +62,7 @@ class Described:
         if not isinstance(placed, Placed):
             raise NotImplementedError(f"{type(self).__name__} must be given the mask that its model makes")
         if dropout and module.training and not self.leaves_out_dropout:
-            raise NotImplementedError(
-                f"{type(self).__bases__[-1].__name__} trains with attention dropout {dropout}, which there is not "
-                "here; set it to 0 in the config, or pass attention_dropout='leave out'"
-            )
+            check_no_dropout(module, dropout, "pass attention_dropout='leave out'")
         places, weights = placed.layout, weights or placed.weights
         if placed.observer is None and not weights and k.shape[2] == places.key_count:
             # What the general road comes to without hooks, weights and room behind the keys: decoding feels it.

@@ -173,6 +173,16 @@ def as_before(call: LayerCall) -> Output:
     return call.run(PLAIN)
 
 
+def check_no_dropout(module: nn.Module, dropout: float, other_way: str) -> None:
+    """An error if a module is about to train with dropout of its attention weights, which would be lost."""
+    if dropout:
+        own = next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("lengthwise."))
+        raise NotImplementedError(
+            f"{own.__name__} trains with attention dropout {dropout}, which there is not here; set it to 0 in the "
+            f"config, or {other_way}"
+        )
+
+
 class NewTokens(Cache):
     """A cache that gives a layer its new keys and values back: they are cached once our function has had them."""
 

@@ -93,16 +93,18 @@ class Swap:
         rotated: bool = False,
         angles: Angles = no_angles,
         described: Classes | None = None,
+        undone_by: str = "unfit",
     ) -> None:
-        self.model, described = model, described or {}
+        self.model, self.undone_by, described = model, undone_by, described or {}
         modules = attention_modules(model, described)
         self.owner = owner_of(model, modules)
         unknown = set(runs) - set(range(len(modules)))
         if unknown:
             raise ValueError(f"a layer must be one of 0 to {len(modules) - 1}, got {sorted(unknown)[0]}")
-        if swap_of(model) is not None:
+        if (before := swap_of(model)) is not None:
             raise ValueError(
-                f"{type(model).__name__} has attention of ours in place already; take it out first: lw.unfit(model)"
+                f"{type(model).__name__} has attention of ours in place already; take it out first: "
+                f"lw.{before.undone_by}(model)"
             )
         check_configs(model)
         self.classes = swap_classes(model, described)
@@ -118,7 +120,8 @@ class Swap:
             self.handles.append(model.register_forward_pre_hook(self.carry_positions, with_kwargs=True))
         for number, module in enumerate(modules.values()):
             own = rotated or number not in runs
-            hook = _LayerHook(module, number, runs.get(number, as_before), None if own else angles)
+            run = runs.get(number, as_before)
+            hook = _LayerHook(module, number, run, None if own else angles, undone_by=undone_by)
             self.handles.append(module.register_forward_pre_hook(hook.before, with_kwargs=True))
         self.implementations = set_implementation(model, SWAPPED)
         self.owner._lengthwise_swap = self  # type: ignore[assignment]
@@ -207,9 +210,9 @@ class Swap:
 class _LayerHook:
     """What happens before one attention module."""
 
-    def __init__(self, module: nn.Module, number: int, run: Run, angles: Angles | None) -> None:
+    def __init__(self, module: nn.Module, number: int, run: Run, angles: Angles | None, *, undone_by: str) -> None:
         self.names = tuple(inspect.signature(module.forward).parameters)
-        self.number, self.run, self.angles = number, run, angles
+        self.number, self.run, self.angles, self.undone_by = number, run, angles, undone_by
 
     def before(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -222,7 +225,7 @@ class _LayerHook:
             if implementation != SWAPPED:
                 raise ValueError(
                     f"attention of ours is in place, which needs the implementation {SWAPPED!r}, got "
-                    f"{implementation!r}; call lw.unfit(model) before model.set_attn_implementation"
+                    f"{implementation!r}; call lw.{self.undone_by}(model) before model.set_attn_implementation"
                 )
             raise NotImplementedError(
                 f"{type(module).__name__} must be given the mask that its model makes, got "
@@ -368,14 +371,15 @@ def swap_attention(
     rotated: bool = False,
     angles: Angles = no_angles,
     described: Classes | None = None,
+    undone_by: str = "unfit",
 ) -> Swap:
     """Put functions of ours in the place of the attention of some layers, by number.
 
     Layers without one compute what they did, and keep their own rotation; with `rotated` all layers keep it. `angles`
     can give the others some to turn by, where that is what an encoding wants. `described` has classes that take such
-    functions in families with attention code of their own.
+    functions in families with attention code of their own; `undone_by` is the function of ours that takes them out.
     """
-    return Swap(model, runs, rotated=rotated, angles=angles, described=described)
+    return Swap(model, runs, rotated=rotated, angles=angles, described=described, undone_by=undone_by)
 
 
 def swap_of(model: nn.Module) -> Swap | None:

@@ -30,9 +30,9 @@ from lengthwise.encodings.composition import Composition
 from lengthwise.encodings.registry import build, find
 from lengthwise.encodings.rope import Rope
 from lengthwise.errors import check_int, describe
-from lengthwise.model.attention import NAME
+from lengthwise.model.attention import NAME, Output
 from lengthwise.model.families import classes_that_take_runs
-from lengthwise.model.families.layer_call import PLAIN, LayerCall
+from lengthwise.model.families.layer_call import PLAIN, LayerCall, check_no_dropout
 from lengthwise.model.families.layers import AttentionLayer, attention_layers
 from lengthwise.model.families.swap import Swap, swap_attention
 from lengthwise.model.modeling import LengthwiseAttention, LengthwisePreTrainedModel
@@ -150,16 +150,6 @@ def trained_length(model: PreTrainedModel) -> int:
     return int(length)
 
 
-def has_rope(model: PreTrainedModel) -> bool:
-    """Whether a layer of the model rotates queries and keys as `rope` does."""
-    if isinstance(model, LengthwisePreTrainedModel):
-        return bool(_sites(model))
-    try:
-        return any(layer.options is not None for layer in attention_layers(model))
-    except NotImplementedError:
-        return False
-
-
 def _check_reach(model: PreTrainedModel, spec: StretchSpec, length: int, reaches: Sequence[int | None]) -> None:
     """An error unless some of these layers with RoPE, by how far they see, can be stretched."""
     if not any(_sees_beyond(reach, length) for reach in reaches):
@@ -261,13 +251,18 @@ def _stretch_theirs(model: PreTrainedModel, spec: StretchSpec, length: int) -> S
         for layer in rotating
         if _sees_beyond(reaches[layer.number], length)
     }
-    runs = {number: partial(LayerCall.run, encoding=encoding) for number, encoding in encodings.items()}
+    runs = {number: partial(_run, encoding=encoding) for number, encoding in encodings.items()}
     others = [layer for layer in every if not layer.rotates and _sees_beyond(reaches[layer.number], length)]
     window = _window_elsewhere(spec, length, [LayerSpec(window=layer.window) for layer in others])
     if window is not None:
-        runs |= {layer.number: partial(LayerCall.run, encoding=PLAIN, window=window) for layer in others}
-    swap = swap_attention(model, runs, described=classes_that_take_runs(model))
+        runs |= {layer.number: partial(_run, encoding=PLAIN, window=window) for layer in others}
+    swap = swap_attention(model, runs, described=classes_that_take_runs(model), undone_by="unstretch")
     return Stretched(spec, length, tuple(encodings.values()), swap)
+
+
+def _run(call: LayerCall, encoding: Encoding, window: Window | None = None) -> Output:
+    check_no_dropout(call.module, call.dropout, "call model.eval()")
+    return call.run(encoding, window=window)
 
 
 def _rope_of(layer: AttentionLayer) -> Rope:

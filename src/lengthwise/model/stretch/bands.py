@@ -146,6 +146,16 @@ class DualChunk(Method):
     chunk: int | None = None
     furthest: int | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # A query of the next chunk stands at S at most, and the last key of its chunk at C - 1.
+        if self.limit < self.near:
+            default = "" if self.furthest else ", which is 3/4 of the trained length by default"
+            raise OptionError(
+                f"S of {self.usage!r} must be at least C, or some distances would be negative, got C = {self.near:,} "
+                f"and S = {self.limit:,}{default}"
+            )
+
     @property
     def limit(self) -> int:
         """S, as in the published code three quarters of the trained length."""
