@@ -60,7 +60,8 @@ def test_stretched_models_stand_beside_the_control_the_trained_length_and_tasks_
     said = capsys.readouterr().out
     head = said.splitlines()[0].split("  ")
     assert [word.strip() for word in head if word.strip()] == [
-        *("model", "20", "37", "74", "holds to", "passkey at 74", "recall at 74")
+        *("model", "20", "37", "74", "holds to", "against the control at 74"),
+        *("passkey at 74", "recall at 74"),
     ]
     for name in ("rope", "rope+window:37", "rope+yarn:4", "rope+self-extend:4"):
         assert re.search(rf"^{re.escape(name)}  +\S+ \(-\)", said, re.MULTILINE), name
@@ -68,6 +69,9 @@ def test_stretched_models_stand_beside_the_control_the_trained_length_and_tasks_
     assert re.search(r"^table  .* -  ", said, re.MULTILINE), "a table of positions ends, and no length is added for it"
     assert "no 95 % intervals: the scored tokens are of one document" in said
     assert "memory of rope: " in said
+    assert re.search(r"^rope\+window:37 .* the control  ", said, re.MULTILINE)
+    assert re.search(r"^rope\+yarn:4 .* [+-]\d+\.\d% \(-\)  ", said, re.MULTILINE)
+    assert (tmp_path / "control.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "tasks.png").read_bytes().startswith(b"\x89PNG")
     holds = json.loads((tmp_path / "scores.json").read_text())["holds"]["rope"]
     assert holds["low"] <= holds["length"] <= holds["high"]

@@ -1,14 +1,15 @@
 """A whole evaluation: several models, all lengths and tasks, and the files with the results.
 
 A model with RoPE can be stretched for it in several ways, each a row of its own: the same weights, other distances.
-Then there is always a control, a plain window of the trained length, and a value at the trained length, and tasks whose
-answer stands far back: a window alone does perplexity no harm.
+Then there is always a control, a plain window of the trained length, with which every row is compared on the same
+tokens, a value at the trained length, and tasks whose answer stands far back: a window alone does perplexity no harm.
 """
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -24,7 +25,15 @@ from lengthwise.evaluate.losses import NO_POSITIONS, LengthPlan, plan_lengths, s
 from lengthwise.evaluate.masked import score_masked_lengths
 from lengthwise.evaluate.progress import Progress
 from lengthwise.evaluate.score import Score
-from lengthwise.evaluate.table import LengthTable, aligned, format_value, length_figure, markdown, position_figure
+from lengthwise.evaluate.table import (
+    LengthTable,
+    aligned,
+    control_figure,
+    format_value,
+    length_figure,
+    markdown,
+    position_figure,
+)
 from lengthwise.evaluate.tasks import TaskScore, depth_figure, score_task, task_notes, task_rows, task_share, task_work
 from lengthwise.files import write_atomic
 from lengthwise.loading import LoadedModel, LoadError, load_config_of, load_model, load_tokenizer_of, tokenizer_id
@@ -55,17 +64,21 @@ class Evaluation:
     train_length: int | None
     remarks: tuple[str, ...] = ()
     """What every model needed, and what was left out, in words."""
+    controls: Mapping[str, str] = field(default_factory=dict)
+    """By row, with --stretch: the row of the same model that sees a window of the trained length."""
 
     def rows(self) -> list[list[str]]:
-        """A heading and a line a model: every length with its interval, how far it holds, and tasks at the longest."""
+        """A heading and a line a model: every length with its interval, how far it holds, and more at the longest."""
         table, longest = self.table, self.table.lengths[-1]
         tasks = list(dict.fromkeys(score.task for score in self.tasks))
         head = ["model", *(f"{length:,}" for length in table.lengths), "holds to"]
+        head += [f"against the control at {longest:,}"] * bool(self.controls)
         rows = [[*head, *(f"{task} at {longest:,}" for task in tasks)]]
         for name in table.names:
             cells = [_with_interval(table, name, length) for length in table.lengths]
             shares = [task_share(self.tasks, name=name, task=task, length=longest) for task in tasks]
-            rows.append([name, *cells, self._holds(name), *map(_share, shares)])
+            against = [self._against_control(name, longest)] * bool(self.controls)
+            rows.append([name, *cells, self._holds(name), *against, *map(_share, shares)])
         return rows
 
     def _holds(self, name: str) -> str:
@@ -76,6 +89,17 @@ class Evaluation:
         length = f"{'at least ' * (held.length == measured[-1])}{held.length:,}"
         return length if held.low == held.high else f"{length} ({held.low:,} to {held.high:,})"
 
+    def _against_control(self, name: str, length: int) -> str:
+        control = self.controls.get(name)
+        if control is None or not (self.table.seeds(name, length) and self.table.seeds(control, length)):
+            return "-"
+        if control == name:
+            return "the control"
+        value, interval = self.table.difference(name, control, length)
+        if self.table.metric == "perplexity":
+            return f"{math.expm1(value):+.1%} ({interval.text(lambda end: f'{math.expm1(end):+.1%}')})"
+        return f"{value:+.3f} ({interval.text(lambda end: f'{end:+.3f}')})"
+
     def notes(self) -> list[str]:
         """What the numbers are."""
         notes = [
@@ -83,6 +107,8 @@ class Evaluation:
             "in brackets: 95 % intervals over documents, and over examples of tasks",
             "holds to: the longest length up to which no loss is more than 2 % above the best at a shorter one",
         ]
+        if self.controls:
+            notes.append("against the control: on the same tokens, with the paired interval")
         if self.train_length is not None:
             notes.append(f"trained at {self.train_length:,} tokens")
         return [*notes, *task_notes(self.tasks), *self.remarks]
@@ -115,11 +141,14 @@ class Evaluation:
 
         names = ["lengths.png"]
         names += ["positions.png"] if any(score.positions for score in self.table.scores) else []
+        names += ["control.png"] if self.controls else []
         names += ["tasks.png"] if any(score.depth is not None for score in self.tasks) else []
         for name in names:
             try:
                 if name == "lengths.png":
                     picture = length_figure(self.table, train_length=self.train_length)
+                elif name == "control.png":
+                    picture = control_figure(self.table, self.controls, train_length=self.train_length)
                 elif name == "tasks.png":
                     picture = depth_figure(self.tasks)
                 else:
@@ -154,6 +183,7 @@ def evaluate_models(
     scores: list[Score] = []
     tasks: list[TaskScore] = []
     remarks: list[str] = []
+    controls: dict[str, str] = {}
     train_lengths = set()
     for name, source in named:
         loaded = load_for_evaluation(source, name=name, device=device, trust_remote_code=trust_remote_code)
@@ -161,11 +191,12 @@ def evaluate_models(
         measurement = Measurement(loaded, resolved, corpora, specs)
         remarks += [measurement.memory(), *measurement.left_out]
         log.info("%s", measurement.memory())
+        controls |= measurement.controls()
         own_scores, own_tasks = measurement.run()
         scores += own_scores
         tasks += own_tasks
     train_length = train_lengths.pop() if len(train_lengths) == 1 else None
-    return Evaluation(LengthTable(scores), tasks, train_length, tuple(remarks))
+    return Evaluation(LengthTable(scores), tasks, train_length, tuple(remarks), controls)
 
 
 def _check_sources(
@@ -306,6 +337,11 @@ class Measurement:
         for reason, labels in refused.items():
             self._leave_out(f"{self.loaded.name} without {', '.join(labels)}: {reason}")
         return possible
+
+    def controls(self) -> dict[str, str]:
+        """By variant the one that sees a window of the trained length; none without it."""
+        windows = [name for name, spec in self.variants.items() if spec and spec.label.partition(":")[0] == CONTROL]
+        return dict.fromkeys(self.variants, windows[0]) if windows else {}
 
     def _leave_out(self, remark: str) -> None:
         log.warning("%s", remark)

@@ -233,6 +233,30 @@ def rise_figure(table: LengthTable, *, train_length: int, metric: str = "perplex
     )
 
 
+def control_figure(table: LengthTable, controls: Mapping[str, str], *, train_length: int | None = None) -> "Figure":
+    """How many times the value of its control each row has at every length, on the same tokens: paired intervals."""
+    from lengthwise.views.line_plot import Line, lines_figure
+
+    lines = []
+    for name, control in controls.items():
+        known = []
+        for length in table.lengths:
+            if table.seeds(name, length) and table.seeds(control, length):
+                value, interval = table.difference(name, control, length)
+                known.append((length, math.exp(value), *(math.exp(end) for end in interval)))
+        if known:
+            lines.append(Line(name, *map(list, zip(*known, strict=True))))
+    metric = METRIC_NAMES[table.metric]
+    return lines_figure(
+        lines,
+        title=f"{metric.capitalize()} as a multiple of the control's, same tokens, 95 % intervals",
+        across="length in tokens",
+        up=f"times the {metric} of a window of the trained length",
+        marked=train_length,
+        whole_bars=True,
+    )
+
+
 def length_figure(table: LengthTable, *, train_length: int | None = None) -> "Figure":
     """A line per row of the table with its interval, the training length marked."""
     from lengthwise.views.line_plot import Line, lines_figure  # late, as below: matplotlib is not needed for a table
