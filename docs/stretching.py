@@ -1,7 +1,8 @@
-"""The table of docs/stretching.md: a real RoPE model at its trained length and at twice that, by way to stretch.
+"""The tables of docs/stretching.md: a real RoPE model at its trained length and at twice that, by way to stretch.
 
     python docs/stretching.py measure MODEL TEXT        one JSON line for every value, written when it is computed
-    python docs/stretching.py table                     those lines as the table, into docs/stretching.md
+    python docs/stretching.py table                     those lines as a table, into docs/stretching.md, and beside it
+                                                        what `lengthwise evaluate --stretch` wrote of a run of ours
 
     loss      the last 512 tokens of 4 windows of the text; at every length and for every method the same tokens
     passkey   a number that stands at one of five depths of a text as long as the window, and is to be repeated
@@ -26,8 +27,9 @@ import torch.nn.functional as F
 from lengthwise.data import documents
 from lengthwise.evaluate.corpus import Corpus, plan_text_windows, read_corpus
 from lengthwise.evaluate.losses import last_logits, token_losses
+from lengthwise.evaluate.score import Score
 from lengthwise.evaluate.statistics import t_interval
-from lengthwise.evaluate.table import markdown
+from lengthwise.evaluate.table import LengthTable, markdown
 from lengthwise.evaluate.tasks import DEPTHS, sized_examples
 from lengthwise.loading import LoadedModel, load_model
 from lengthwise.model.stretch import parse_stretch, stretching
@@ -41,6 +43,7 @@ from tables import filled  # noqa: E402
 
 MEASURED = DOCS / "results/stretching.jsonl"
 PAGE = DOCS / "stretching.md"
+OURS = DOCS / "results/stretching-rope/scores.json"
 PLAIN, CONTROL = "plain", "window"
 METHODS = (CONTROL, PLAIN, "yarn:8", "self-extend:8", "rerope:1024", "dca", "streaming:1024")
 REST = ("yarn:2", "ntk:2", "dynamic:2", "leaky-rerope:1024:8", "lm-infinite:1024", "rerope:1024+logn", "logn")
@@ -147,6 +150,27 @@ def table(values: dict[Cell, dict]) -> str:
     return f"{note}\n\n{markdown(rows)}"
 
 
+def own_table(path: Path) -> str:
+    """Perplexity at every length, how far it holds, and the difference from the control at the longest."""
+    scores = LengthTable([Score.from_json(score) for score in json.loads(path.read_text())["scores"]])
+    control = next(name for name in scores.names if "+window:" in name)
+    longest = scores.lengths[-1]
+    rows = [["", *(f"{n:,}" for n in scores.lengths), "holds to", f"against the control at {longest:,}"]]
+    for name in scores.names:
+        value, (low, high) = scores.difference(name, control, longest)
+        held = scores.holds(name)
+        against = f"{math.expm1(value):+.1%} ({math.expm1(low):+.1%} to {math.expm1(high):+.1%})"
+        rows.append(
+            [
+                f"`{name}`" + " (the control)" * (name == control),
+                *(f"{scores.cell(name, n).value:.2f}" for n in scores.lengths),
+                "" if held is None else f"{held.length:,}",
+                against * (name != control),
+            ]
+        )
+    return markdown(rows)
+
+
 def losses_of(values: dict[Cell, dict], method: str, length: int, trained: int, windows: int) -> list[float]:
     """Window by window; none unless all are there."""
     name = PLAIN if method == CONTROL and length <= trained else method
@@ -191,7 +215,8 @@ def main() -> None:
         verb.add_argument("--out", type=Path, default=MEASURED, help="the file with the lines")
     chosen = parser.parse_args()
     if chosen.verb == "table":
-        PAGE.write_text(filled(PAGE.read_text(), "measured", table(read(chosen.out))))
+        text = filled(PAGE.read_text(), "ours", own_table(OURS))
+        PAGE.write_text(filled(text, "measured", table(read(chosen.out))))
         return
     loaded = load_model(chosen.model, dtype=torch.float32)
     trained = length_in_config(loaded.model)
