@@ -85,6 +85,7 @@ def test_a_missing_package_is_named_by_its_extra(tmp_path, monkeypatch, capsys, 
         ({"engine": "ray", "slurm": {"timeout_min": 5}}, "--slurm is for --engine slurm, got --engine ray"),
         ({"engine": "ray", "retries": -1}, "retries must be an int, 0 or more, got -1"),
         ({"engine": "ray", "cpus": 0}, "cpus must be a positive int, got 0"),
+        ({"engine": "ray", "gpus": 2}, "--gpus must be at most 1, since a run is one process, got 2"),
         ({"engine": "slurm", "gpus": 0.5}, "--gpus must be a whole number with --engine slurm, got 0.5"),
     ],
 )
