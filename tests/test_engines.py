@@ -86,6 +86,7 @@ def test_a_missing_package_is_named_by_its_extra(tmp_path, monkeypatch, capsys, 
         ({"engine": "ray", "retries": -1}, "retries must be an int, 0 or more, got -1"),
         ({"engine": "ray", "cpus": 0}, "cpus must be a positive int, got 0"),
         ({"engine": "ray", "gpus": 2}, "--gpus must be at most 1, since a run is one process, got 2"),
+        ({"engine": "ray", "device": "cuda"}, "--device cuda with --engine ray must have --gpus, .*; give --gpus 1"),
         ({"engine": "slurm", "gpus": 0.5}, "--gpus must be a whole number with --engine slurm, got 0.5"),
     ],
 )
@@ -113,6 +114,20 @@ def test_ray_without_an_address_joins_no_cluster_that_it_finds(tmp_path, monkeyp
     for address in (None, "auto"):
         engine_module.RayEngine(small(tmp_path, engine="ray", address=address), jobs=1)
     assert asked == ["local", "auto"]
+
+
+@pytest.mark.parametrize(("gpus", "visible"), [(None, ""), (1.0, "3")])
+def test_a_run_of_ray_sees_no_gpu_that_was_not_reserved_for_it(tmp_path, monkeypatch, gpus, visible):
+    ray = pytest.importorskip("ray")
+    engine_module, environments = importlib.import_module("lengthwise.study.ray_engine"), []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # as Ray has it for the task
+    monkeypatch.setattr(ray, "init", lambda **options: None)
+    monkeypatch.setattr(ray, "remote", lambda **options: lambda function: SimpleNamespace(remote=function))
+    monkeypatch.setattr("lengthwise.study.engine.TrainingProcess.outcome", lambda self: TrainingOutcome(1.0, 1, 1))
+    monkeypatch.setattr("subprocess.Popen", lambda *words, env, **options: environments.append(env))
+    config = small(tmp_path, engine="ray", gpus=gpus)
+    engine_module.RayEngine(config, jobs=1).start(study_runs(config)[0], tmp_path / "log")
+    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == [visible]
 
 
 class AtOnce(TrainingJob):

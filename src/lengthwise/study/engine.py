@@ -191,10 +191,10 @@ def answer_probe(question: str) -> str:
     return machine
 
 
-def train_to_end(run: StudyRun, log: Path, folder: Path, threads: int) -> TrainingOutcome:
+def train_to_end(run: StudyRun, log: Path, folder: Path, threads: int, *, hides_gpus: bool = False) -> TrainingOutcome:
     """Train a run on this machine, for engines that call it there; paths are those of `folder`."""
     with contextlib.chdir(folder):
-        process = TrainingProcess(run, log, threads, bound=True)
+        process = TrainingProcess(run, log, threads, bound=True, hides_gpus=hides_gpus)
         try:
             # submitit ignores SIGTERM, by which Slurm says that a job was cancelled.
             with _exit_on_signals():
@@ -211,11 +211,14 @@ def train_to_end(run: StudyRun, log: Path, folder: Path, threads: int) -> Traini
 class TrainingProcess(TrainingJob):
     """A run that trains in its own process on this machine; `bound` ends with the process that started it."""
 
-    def __init__(self, run: StudyRun, log: Path, threads: int, *, bound: bool = False) -> None:
+    def __init__(
+        self, run: StudyRun, log: Path, threads: int, *, bound: bool = False, hides_gpus: bool = False
+    ) -> None:
         self.run = run
         self.log = log
         self.threads = threads
         self.began = time.monotonic()
+        variables = {"OMP_NUM_THREADS": str(threads)} | ({"CUDA_VISIBLE_DEVICES": ""} if hides_gpus else {})
         with self.log.open("w") as output:
             # A group of its own: a terminal's Ctrl-C is for the study, which then signals each run once. A run that
             # gets it twice ends at once, without a checkpoint.
@@ -223,7 +226,7 @@ class TrainingProcess(TrainingJob):
                 [sys.executable, "-m", "lengthwise.cli", *run.arguments()],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+                env=os.environ | variables,
                 process_group=0,
                 preexec_fn=_end_with_parent if bound and sys.platform == "linux" else None,
             )
