@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from test_encoder_study import encoders, retrieval_folder
 from test_study import in_process, small  # noqa: F401, a fixture
-from train_kit import numbers
+from train_kit import finish, numbers
 
 from lengthwise.cli import main
 from lengthwise.data.storage import open_storage
@@ -137,6 +137,7 @@ class AtOnce(TrainingJob):
         self.run = run
 
     def outcome(self):
+        finish(self.run)
         return TrainingOutcome(1.0, 1, 1)
 
     def stop(self):
@@ -167,6 +168,29 @@ def test_a_run_that_cannot_be_started_and_a_report_that_cannot_be_written_end_no
     assert ended["alibi-1337"].failure == "could not be started: sbatch: error: socket timed out"
     assert [ended[name].failure for name in ("rope-1337", "none-1337")] == [None, None]
     assert finished == ["rope-1337", "none-1337"]
+
+
+class OnAnotherDisk(Engine):
+    """An engine whose machine finishes every run but the last where this machine does not see it."""
+
+    jobs = 1
+
+    def start(self, run, log):
+        job = AtOnce(run)
+        if run.name != "none-1337":
+            job.outcome = lambda: TrainingOutcome(1.0, 1, 1)
+        return job
+
+
+def test_a_run_that_was_finished_on_another_disk_has_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr("lengthwise.files.DISK_SECONDS", 0.0)
+    monkeypatch.setattr("lengthwise.study.engine.POLL_SECONDS", 0.0)
+    runs, finished = study_runs(small(tmp_path, encodings=["alibi", "none"])), []
+    with StudyProgress(runs) as progress:
+        ended = train_runs(runs, out=tmp_path, engine=OnAnotherDisk(), progress=progress, finished=finished.append)
+    assert f"{runs[0].config.out} has no final model here" in ended["alibi-1337"].failure
+    assert ended["none-1337"].failure is None
+    assert finished == [runs[1]]
 
 
 class Lost:

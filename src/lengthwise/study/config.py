@@ -103,8 +103,8 @@ class StudyConfig:
                 raise ValueError(f"--gpus must be a whole number with --engine slurm, got {self.gpus}")
         if self.engine == "ray" and self.gpus is None and self.training.device.startswith("cuda"):
             raise ValueError(
-                f"--device {self.training.device} with --engine ray must have --gpus, by which Ray gives each run a GPU "
-                "of its own, got none; give --gpus 1"
+                f"--device {self.training.device} with --engine ray must have --gpus, by which Ray gives each run a "
+                "GPU of its own, got none; give --gpus 1"
             )
         used = {"address": self.address is not None, "slurm": bool(self.slurm)}
         owners = {"address": "ray", "slurm": "slurm"}

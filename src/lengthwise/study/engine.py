@@ -124,6 +124,7 @@ def train_runs(
                         progress.set_steps(child.run, child.run.steps_done)
                         continue
                     running.remove(child)
+                    outcome = _seen_here(child.run, outcome)
                     ended[child.run.name] = outcome
                     progress.training_done(child.run)
                     if outcome.failure is not None:
@@ -151,6 +152,17 @@ def _next_run(waiting: list[StudyRun], running: list[TrainingJob]) -> StudyRun |
     """The first that does not start from a run that is still to be trained."""
     unfinished = {run.config.out for run in (*waiting, *(job.run for job in running))}
     return next((run for run in waiting if run.config.start_from not in unfinished), None)
+
+
+def _seen_here(run: StudyRun, outcome: TrainingOutcome) -> TrainingOutcome:
+    """The outcome that a machine tells; a failure where it finished a run on a disk that this machine does not see."""
+    if outcome.failure is not None or run.becomes_finished():
+        return outcome
+    failure = (
+        f"the machine that trained it finished it, but {run.config.out} has no final model here; the folder must be on "
+        "a disk that all machines share"
+    )
+    return dataclasses.replace(outcome, failure=failure)
 
 
 class LocalPool(Engine):
