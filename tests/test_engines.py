@@ -30,7 +30,7 @@ from lengthwise.study.engine import (
     train_to_end,
 )
 from lengthwise.study.engines import make_engine
-from lengthwise.study.execute import run_study
+from lengthwise.study.execute import RunEvaluator, evaluation_of, results, run_study
 from lengthwise.study.record import TrainingOutcome
 from lengthwise.study.runs import study_runs
 from lengthwise.study.upload import upload_run
@@ -191,6 +191,17 @@ def test_a_run_that_was_finished_on_another_disk_has_failed(tmp_path, monkeypatc
     assert f"{runs[0].config.out} has no final model here" in ended["alibi-1337"].failure
     assert ended["none-1337"].failure is None
     assert finished == [runs[1]]
+
+
+def test_progress_counts_no_run_that_is_still_to_be_trained(tmp_path):
+    config = small(tmp_path)
+    runs = study_runs(config)
+    train(runs[0].config)
+    evaluator = RunEvaluator(evaluation_of(config, runs[0]), Path(config.out), "cpu")
+    with StudyProgress(runs, measured_tokens=900) as progress:
+        assert progress.measuring_steps == 4
+        results(config, runs, [], evaluator, {}, 0.0, progress)
+    assert progress.done == {"alibi-1337": 3 + progress.measuring_steps, "learned-1337": 0}
 
 
 class Lost:

@@ -141,6 +141,8 @@ def results(
             missing |= upload(config, run)
         elif (record := evaluator.record(run)) is not None:
             records[run.name] = record
+        else:
+            continue
         progress.measuring_done(run)
     for run in (run for run in later if run.is_finished):
         progress.start(f"retrieving with {run.name}")
