@@ -12,12 +12,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from test_encoder_study import encoders, retrieval_folder
 from test_study import in_process, small  # noqa: F401, a fixture
 from train_kit import finish, numbers
 
 from lengthwise.cli import main
 from lengthwise.data.storage import open_storage
+from lengthwise.loading import LoadError
 from lengthwise.runs import Run
 from lengthwise.study.engine import (
     Engine,
@@ -30,7 +32,7 @@ from lengthwise.study.engine import (
     train_to_end,
 )
 from lengthwise.study.engines import make_engine
-from lengthwise.study.execute import RunEvaluator, evaluation_of, results, run_study
+from lengthwise.study.execute import RunEvaluator, evaluation_of, measuring_device, results, run_study
 from lengthwise.study.record import TrainingOutcome
 from lengthwise.study.runs import study_runs
 from lengthwise.study.upload import upload_run
@@ -202,6 +204,14 @@ def test_progress_counts_no_run_that_is_still_to_be_trained(tmp_path):
         assert progress.measuring_steps == 4
         results(config, runs, [], evaluator, {}, 0.0, progress)
     assert progress.done == {"alibi-1337": 3 + progress.measuring_steps, "learned-1337": 0}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without GPUs is what it is about")
+def test_gpus_of_a_cluster_need_not_be_on_the_machine_that_asks_for_them(tmp_path):
+    assert measuring_device(small(tmp_path, engine="slurm", device="cuda")) == "cpu"
+    assert measuring_device(small(tmp_path, engine="slurm")) == "auto"
+    with pytest.raises(LoadError, match="device must be 'auto' or one that works here, got 'cuda'"):
+        measuring_device(small(tmp_path, device="cuda"))
 
 
 class Lost:

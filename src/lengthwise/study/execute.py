@@ -69,7 +69,7 @@ def run_study(config: StudyConfig) -> str:
     for address, name in ((config.upload, "--upload"), (config.training.token_store, "--token-store")):
         if address is not None:
             open_storage(address, name)
-    resolve_device(config.training.device)
+    device = measuring_device(config)
     if config.tune:
         config = with_tuned_rates(config)
     runs = study_runs(config)
@@ -79,7 +79,7 @@ def run_study(config: StudyConfig) -> str:
     evaluation = evaluation_of(config, runs[0])
     out = Path(config.out)
     before = stored_seconds(out)
-    evaluator = RunEvaluator(evaluation, out, config.training.device)
+    evaluator = RunEvaluator(evaluation, out, device)
     with StudyProgress([*runs, *later], measured_tokens=evaluation.windows * sum(evaluation.lengths)) as progress:
         # A contrastive run starts from the weights of a masked one, so that a record of that is not enough.
         recorded = set() if later else {run.name for run in runs if evaluator.record(run) is not None}
@@ -111,6 +111,19 @@ def run_study(config: StudyConfig) -> str:
     lines += [f"{name} is missing: {reason}" for name, reason in every.missing.items()]
     lines += [f"the heads of {name} could not be drawn: {reason}" for name, reason in every.undrawn.items()]
     return "\n".join([*lines, f"the report is {out / 'report.html'}"])
+
+
+def measuring_device(config: StudyConfig) -> str:
+    """The device that runs are measured on, which is this machine's; an error where they are trained here and it fails.
+
+    Machines of a cluster have GPUs that the one which asks for them may not have.
+    """
+    device = config.training.device
+    if config.engine != "local" and device.startswith("cuda") and not torch.cuda.is_available():
+        log.info("runs are measured here on the CPU: this machine has no GPU")
+        return "cpu"
+    resolve_device(device)
+    return device
 
 
 def results(
