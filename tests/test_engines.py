@@ -62,7 +62,37 @@ def test_a_folder_that_is_not_shared_is_found_before_training_starts(tmp_path, m
     with pytest.raises(OSError, match=r"must be on a disk that all machines share, got .*out, where .* does not read"):
         check_shared(Elsewhere(lambda path: path.replace(str(out), str(other))), out)
     assert list(out.iterdir()) == [], "no probe is left behind"
-    assert answer_probe(str(other / "nothing")), "a machine without the folder has a name too"
+    assert answer_probe(str(other / "nothing")).machine, "a machine without the folder has a name too"
+
+
+def test_a_machine_without_the_folder_that_the_study_was_started_in_is_found_before_training_starts(
+    tmp_path, monkeypatch
+):
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    check_shared(Elsewhere(), tmp_path / "out")
+    away = tmp_path / "away"
+    # Another machine, as far as it is seen: the folder is not there while it answers.
+    engine = Elsewhere(lambda path: (here.rename(away), path)[1])
+    monkeypatch.setattr(Path, "cwd", lambda: here)
+    with pytest.raises(
+        OSError, match=r"must be started in a folder that all machines have, got .*here, which .* has not"
+    ):
+        check_shared(engine, tmp_path / "out")
+
+
+class Namesakes(Elsewhere):
+    """Two machines of one name, of which the second has another disk."""
+
+    def probe(self, function, argument):
+        return [function(argument), function(self.sees(argument))]
+
+
+def test_machines_of_one_name_do_not_vouch_for_each_other(tmp_path, monkeypatch):
+    monkeypatch.setattr("lengthwise.files.DISK_SECONDS", 0.0)
+    with pytest.raises(OSError, match="must be on a disk that all machines share"):
+        check_shared(Namesakes(lambda path: path.replace("out", "other disk")), tmp_path / "out")
 
 
 @pytest.mark.parametrize(("engine", "package"), [("ray", "ray"), ("slurm", "submitit")])

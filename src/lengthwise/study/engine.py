@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from tqdm import tqdm
@@ -177,30 +177,46 @@ class LocalPool(Engine):
         return TrainingProcess(run, log, self.threads)
 
 
+class ProbeAnswer(NamedTuple):
+    """What a machine says of the study's folder."""
+
+    machine: str
+    token: str
+    """Of this answer alone, and written beside the question: two machines may have one name."""
+    has_folder: bool
+    """Whether it has the folder that the study was started in, which relative paths are of."""
+
+
 def check_shared(engine: Engine, out: Path) -> None:
     """An error unless all machines of an engine read and write the same folder as this one."""
     out.mkdir(parents=True, exist_ok=True)
     question = out.resolve() / f".shared-{secrets.token_hex(8)}"
-    question.write_text(question.name)
+    question.write_text(json.dumps({"name": question.name, "folder": str(Path.cwd())}))
     try:
-        for machine in engine.probe(answer_probe, str(question)):
-            if not appears(question.with_name(f"{question.name}-{machine}")):
+        for machine, token, has_folder in engine.probe(answer_probe, str(question)):
+            if not appears(question.with_name(f"{question.name}-{token}")):
                 raise OSError(
                     f"the study's folder must be on a disk that all machines share, got {out}, where {machine} does "
                     "not read what is written here; give another --out"
+                )
+            if not has_folder:
+                raise OSError(
+                    f"a study must be started in a folder that all machines have, got {Path.cwd()}, which {machine} has "
+                    "not; start it in another"
                 )
     finally:
         for file in question.parent.glob(f"{question.name}*"):
             file.unlink()
 
 
-def answer_probe(question: str) -> str:
-    """The name of this machine, which is also written beside the question if that is here."""
-    machine = socket.gethostname()
-    path = Path(question)
-    if appears(path) and path.read_text() == path.name:
-        path.with_name(f"{path.name}-{machine}").write_text(machine)
-    return machine
+def answer_probe(question: str) -> ProbeAnswer:
+    """The answer of this machine, whose token is also written beside the question if that is here."""
+    machine, token = socket.gethostname(), secrets.token_hex(8)
+    path, has_folder = Path(question), False
+    if appears(path) and (content := json.loads(path.read_text()))["name"] == path.name:
+        has_folder = Path(content["folder"]).is_dir()
+        path.with_name(f"{path.name}-{token}").write_text(machine)
+    return ProbeAnswer(machine, token, has_folder)
 
 
 def train_to_end(run: StudyRun, log: Path, folder: Path, threads: int, *, hides_gpus: bool = False) -> TrainingOutcome:
