@@ -244,6 +244,23 @@ def test_gpus_of_a_cluster_need_not_be_on_the_machine_that_asks_for_them(tmp_pat
         measuring_device(small(tmp_path, device="cuda"))
 
 
+def test_an_error_of_a_task_of_ray_is_no_lost_worker(tmp_path, monkeypatch):
+    ray = pytest.importorskip("ray")
+    job = importlib.import_module("lengthwise.study.ray_engine").RayJob(None, "answer")
+    own = FileNotFoundError("no such folder: /home/me")
+    trace = f"Traceback (most recent call last):\n  somewhere\nFileNotFoundError: {own}\n"
+    failed = ray.exceptions.RayTaskError("train_to_end", trace, own).as_instanceof_cause()
+    errors = [failed, ray.exceptions.WorkerCrashedError()]
+
+    def get(answer):
+        raise errors.pop(0)
+
+    monkeypatch.setattr(ray, "wait", lambda answers, timeout: (answers, []))
+    monkeypatch.setattr(ray, "get", get)
+    assert job.outcome().failure == "its task failed: FileNotFoundError: no such folder: /home/me"
+    assert job.outcome().failure.startswith("its worker was lost: ")
+
+
 class Lost:
     """A job of submitit whose machine was lost."""
 
