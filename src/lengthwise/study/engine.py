@@ -201,8 +201,8 @@ def check_shared(engine: Engine, out: Path) -> None:
                 )
             if not has_folder:
                 raise OSError(
-                    f"a study must be started in a folder that all machines have, got {Path.cwd()}, which {machine} has "
-                    "not; start it in another"
+                    f"a study must be started in a folder that all machines have, got {Path.cwd()}, which {machine} "
+                    "has not; start it in another"
                 )
     finally:
         for file in question.parent.glob(f"{question.name}*"):

@@ -226,7 +226,7 @@ def describe_needs(config: ResolvedTrainConfig, needs: Estimate, hardware: Hardw
         lines.append(f"time      {needs.flops:.2g} operations; give --hardware for hours")
     tokens = "token files not counted" if needs.tokens is None else f"about {needs.tokens / GB:.2f} of token files"
     lines.append(
-        f"disk      {needs.disk / GB:.2f} GB: {needs.checkpoints / GB:.2f} of {checkpoint_count(config):,} checkpoints, of "
-        f"which {config.keep} are kept, and the model; {tokens}"
+        f"disk      {needs.disk / GB:.2f} GB: {needs.checkpoints / GB:.2f} of {checkpoint_count(config):,} checkpoints, "
+        f"of which {config.keep} are kept, and the model; {tokens}"
     )
     return lines
