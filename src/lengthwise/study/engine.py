@@ -34,6 +34,8 @@ from lengthwise.study.runs import StudyRun
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 POLL_SECONDS = 1.0
+LIBC = ctypes.CDLL(None)
+"""Loaded here, since after a fork a thread that is gone may hold the lock that loading takes."""
 TRAINED_ELSEWHERE = "another process is training it"
 
 
@@ -287,7 +289,7 @@ class TrainingProcess(TrainingJob):
 
 def _end_with_parent() -> None:
     """A worker that is killed must not leave a run behind that holds its folder: Linux then kills the run too."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 @contextmanager
