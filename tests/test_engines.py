@@ -33,10 +33,10 @@ from lengthwise.study.engine import (
 )
 from lengthwise.study.engines import make_engine
 from lengthwise.study.execute import RunEvaluator, evaluation_of, measuring_device, results, run_study
-from lengthwise.study.record import TrainingOutcome
-from lengthwise.study.runs import study_runs
+from lengthwise.study.record import TrainingOutcome, outcome_path, write_outcome
+from lengthwise.study.runs import contrastive_runs, study_runs
 from lengthwise.study.upload import upload_run
-from lengthwise.study.watch import status_table
+from lengthwise.study.watch import status_table, watch_study
 from lengthwise.train import train
 
 
@@ -340,6 +340,65 @@ def test_a_study_is_watched_from_its_folder_alone(tmp_path, capsys):
         with pytest.raises(SystemExit):
             main(["study", "--plan", *words, option, value])
         assert f"{option[2:]} must be a" in capsys.readouterr().err
+
+
+class Failing(RefusesOne):
+    """A queue that does not take the first run, and a machine that loses the others."""
+
+    def start(self, run, log):
+        job = super().start(run, log)
+        job.outcome = lambda: TrainingOutcome(1.0, 1, 1, "its worker was lost")
+        return job
+
+
+def test_a_study_is_watched_until_its_contrastive_and_failed_runs_have_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr("lengthwise.study.engine.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    config, looks = encoders(tmp_path, encodings=["alibi", "rope", "none"]), []
+    alibi, rope, plain = runs = study_runs(config)
+    later = contrastive_runs(config, runs)
+
+    def next_look(seconds):
+        """What happens between two looks: runs fail, one is finished, and then the one that starts from it."""
+        looks.append(seconds)
+        if len(looks) == 2:
+            finish(later[2])
+            return
+        failing = [alibi, rope, *later[:2]]
+        with StudyProgress(failing) as progress:
+            train_runs(failing, out=Path(config.out), engine=Failing(), progress=progress)
+        finish(plain)
+
+    monkeypatch.setattr("lengthwise.study.watch.time.sleep", lambda s: next_look(s) if s else None)
+    lines = watch_study(config).splitlines()
+    assert len(looks) == 2
+    assert [line.split()[:2] for line in lines[1:-1]] == [
+        ["alibi-1337", "failed"],
+        ["rope-1337", "failed"],
+        ["none-1337", "finished"],
+        ["alibi-1337-retrieval", "failed"],
+        ["rope-1337-retrieval", "failed"],
+        ["none-1337-retrieval", "finished"],
+    ]
+    assert lines[-1] == "2 of 6 runs are finished, 4 failed"
+
+
+def test_a_run_that_is_tried_again_has_not_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr("lengthwise.study.engine.POLL_SECONDS", 0.0)
+    config = small(tmp_path, encodings=["rope"])
+    runs = study_runs(config)
+    write_outcome(outcome_path(config.out, runs[0]), TrainingOutcome(1.0, 1, 1, "out of memory"))
+    assert "failed" in status_table(runs, config.out)
+    states = []
+
+    class Waiting(RefusesOne):
+        def start(self, run, log):
+            states.append(status_table(runs, config.out).splitlines()[1].split()[1])
+            return super().start(run, log)
+
+    with StudyProgress(runs) as progress:
+        train_runs(runs, out=Path(config.out), engine=Waiting(), progress=progress)
+    assert states == ["waiting"]
 
 
 def test_a_finished_run_is_uploaded_whole_with_its_seal_last_and_once(tmp_path, monkeypatch):

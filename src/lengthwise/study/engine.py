@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from lengthwise.files import appears
 from lengthwise.study.config import StudyConfig
-from lengthwise.study.record import TrainingOutcome
+from lengthwise.study.record import TRAINING, TrainingOutcome, outcome_path, write_outcome
 from lengthwise.study.runs import StudyRun
 
 log = logging.getLogger(__name__)
@@ -99,9 +99,11 @@ def train_runs(
     A run that starts from another one begins when that has ended, and not if it failed.
     `finished` is called with each that ended well, while others train; an error there is logged.
     """
-    folder = out / "training"
+    folder = out / TRAINING
     folder.mkdir(parents=True, exist_ok=True)
     waiting = list(waiting)
+    for planned in waiting:
+        outcome_path(out, planned).unlink(missing_ok=True)  # how an earlier try ended
     running: list[TrainingJob] = []
     ended: dict[str, TrainingOutcome] = {}
     with _exit_on_signals():
@@ -113,14 +115,14 @@ def train_runs(
                     if run.is_being_trained:
                         ended[run.name] = TrainingOutcome(0.0, 0, 0, TRAINED_ELSEWHERE)
                     elif start in ended and ended[start].failure is not None:
-                        ended[run.name] = TrainingOutcome(0.0, 0, 0, f"it starts from {start}, which failed")
+                        ended[run.name] = _failed(out, run, f"it starts from {start}, which failed")
                     else:
                         progress.start(f"training {run.name}")
                         try:
                             running.append(engine.start(run, folder / f"{run.name}.log"))
                         except Exception as error:  # a queue that refuses one run may take the next
                             log.warning("%s could not be started: %s", run.name, error)
-                            ended[run.name] = TrainingOutcome(0.0, 0, 0, f"could not be started: {error}")
+                            ended[run.name] = _failed(out, run, f"could not be started: {error}")
                 for child in list(running):
                     if (outcome := child.outcome()) is None:
                         progress.set_steps(child.run, child.run.steps_done)
@@ -130,6 +132,7 @@ def train_runs(
                     ended[child.run.name] = outcome
                     progress.training_done(child.run)
                     if outcome.failure is not None:
+                        write_outcome(outcome_path(out, child.run), outcome)
                         log.warning("%s failed: %s", child.run.name, outcome.failure)
                     elif finished is not None:
                         try:
@@ -154,6 +157,13 @@ def _next_run(waiting: list[StudyRun], running: list[TrainingJob]) -> StudyRun |
     """The first that does not start from a run that is still to be trained."""
     unfinished = {run.config.out for run in (*waiting, *(job.run for job in running))}
     return next((run for run in waiting if run.config.start_from not in unfinished), None)
+
+
+def _failed(out: Path, run: StudyRun, failure: str) -> TrainingOutcome:
+    """The outcome of a run that no machine has trained, written to a file too."""
+    outcome = TrainingOutcome(0.0, 0, 0, failure)
+    write_outcome(outcome_path(out, run), outcome)
+    return outcome
 
 
 def _seen_here(run: StudyRun, outcome: TrainingOutcome) -> TrainingOutcome:
@@ -283,7 +293,7 @@ class TrainingProcess(TrainingJob):
         # Linux counts kibibytes, macOS bytes.
         peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         outcome = TrainingOutcome(time.monotonic() - self.began, peak, self.threads, failure)
-        self.log.with_suffix(".json").write_text(json.dumps(dataclasses.asdict(outcome)) + "\n")
+        write_outcome(self.log.with_suffix(".json"), outcome)
         return outcome
 
 

@@ -42,7 +42,7 @@ from lengthwise.model.stretch.spec import parse_stretch
 from lengthwise.study.config import StudyConfig
 from lengthwise.study.engine import TRAINED_ELSEWHERE, StudyProgress, train_runs
 from lengthwise.study.engines import make_engine
-from lengthwise.study.record import RunRecord, TrainingOutcome, TrainingSummary, differences, record_path, training_key
+from lengthwise.study.record import RunRecord, TrainingSummary, differences, read_outcome, record_path, training_key
 from lengthwise.study.report import check_paper, read_beside, write_report
 from lengthwise.study.results import StudyResults, origin
 from lengthwise.study.runs import StudyRun, contrastive_runs, study_runs
@@ -387,9 +387,3 @@ def stored_seconds(out: Path) -> float:
     """The time of all calls of this study before."""
     path = out / SECONDS
     return float(json.loads(path.read_text())["seconds"]) if path.exists() else 0.0
-
-
-def read_outcome(out: Path, run: StudyRun) -> TrainingOutcome | None:
-    """The outcome of a run that this study trained, from its file."""
-    path = out / "training" / f"{run.name}.json"
-    return TrainingOutcome(**json.loads(path.read_text())) if path.exists() else None

@@ -225,8 +225,6 @@ def describe_needs(config: ResolvedTrainConfig, needs: Estimate, hardware: Hardw
     else:
         lines.append(f"time      {needs.flops:.2g} operations; give --hardware for hours")
     tokens = "token files not counted" if needs.tokens is None else f"about {needs.tokens / GB:.2f} of token files"
-    lines.append(
-        f"disk      {needs.disk / GB:.2f} GB: {needs.checkpoints / GB:.2f} of {checkpoint_count(config):,} checkpoints, "
-        f"of which {config.keep} are kept, and the model; {tokens}"
-    )
+    kept = f"{checkpoint_count(config):,} checkpoints, of which {config.keep} are kept, and the model"
+    lines.append(f"disk      {needs.disk / GB:.2f} GB: {needs.checkpoints / GB:.2f} of {kept}; {tokens}")
     return lines
