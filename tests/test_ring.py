@@ -631,7 +631,8 @@ def refused():
     refuses(lambda: lw.attend(q, q, q, layout=part, bias=other), ValueError, "make it of this layout")
     with torch.no_grad():
         steps = lw.LevelBias.of_steps(q[..., 0], torch.ones(1, 1, 1), start=0, queries=4)
-    refuses(lambda: lw.attend(q, q, q, layout=part, bias=steps), ValueError, "ring=layout.ring")
+    for own in (steps, lw.SumBias((lw.SumBias((steps,)),))):
+        refuses(lambda own=own: lw.attend(q, q, q, layout=part, bias=own), ValueError, "ring=layout.ring")
     rescore = lw.make("dape", heads=1, width=2).rescore(q[:, 0], part)
     refuses(lambda: lw.attend(q, q, q, layout=part, rescore=rescore), NotImplementedError, "cannot rescore")
     leaf = q.clone().requires_grad_()
