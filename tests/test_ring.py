@@ -5,7 +5,9 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 from contextlib import contextmanager
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -651,3 +653,12 @@ def refused():
 def test_what_cannot_be_spread_is_refused(in_ring):
     in_ring(2, refused)
     refuses(lambda: spread(lw.layout(8)), RuntimeError, "a process group must be there", "torchrun")
+
+
+def test_the_python_of_the_page_on_scale_runs():
+    page = (Path(__file__).parents[1] / "docs/scale.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(compile(block, "scale.md", "exec"), {})
+    assert not dist.is_initialized()
