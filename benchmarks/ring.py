@@ -6,12 +6,14 @@
                                            how much is computed and sent
     python benchmarks/ring.py kernel       what share of the matrix products' rate attention reaches, by kind of bias,
                                            and how far scores differ by content alone
-    python benchmarks/ring.py simulate     128k, 1M and 10M tokens on 8 to 1,024 devices: docs/ring.png and a table
+    python benchmarks/ring.py simulate     training with 128k, 1M and 10M tokens on 8 to 1,024 devices: docs/ring.png
+                                           and a table
 
 The first three check their outputs before they measure, and write one JSON line a case with its birth certificate to
 benchmarks/results/ring-*.jsonl; with `--quick` they are short, and write nothing. The simulation takes what `kernel`
 measured from there, and compares itself with what `skip` measured; everything else it assumes is in `Assumptions`, and
-every field of that is an option: `--bandwidth-gb 25 --tflops 312`.
+every field of that is an option: `--bandwidth-gb 25 --tflops 312`, whose figure is ring.png in the present folder, or
+`--out`.
 """
 
 import argparse
@@ -25,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from statistics import median, quantiles
@@ -45,6 +47,7 @@ from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
+FIGURE = HERE.parent / "docs/ring.png"
 HEADS, DIM = 12, 64
 
 
@@ -249,7 +252,9 @@ def recorded(module: Any, name: str) -> Iterator[list[tuple[Any, Any]]]:
 def measure_kernel(sizes: Sizes) -> list[dict[str, Any]]:
     """Attention's rate of operations over that of plain matrix products, in turn, by kind of bias; and the spread.
 
-    Operations are those of pairs that have weight: two products forward and five backward.
+    Operations are those of pairs that have weight by the ring's bound: two products forward and five backward. The
+    kernel's own bound is sharper, so that it computes fewer pairs of a decaying bias than are counted here: its share
+    may be above that of plain attention, and above 1.
     """
     torch.set_num_threads(1)
     nats = measure_spread(sizes.lengths[0])
@@ -347,6 +352,8 @@ class Assumptions:
 SIMULATED = {"128k": 2**17, "1M": 2**20, "10M": 10 * 2**20}
 DEVICES = [2**i for i in range(3, 11)]
 BIASES = ("plain", "window", "decaying")
+MEASURABLE = {*(f"{bias}_share" for bias in BIASES), "spread"}
+"""The assumptions that `kernel` measures."""
 FLUSH = 105.0
 """Nats below the largest score from which on a weight is 0 in float32."""
 
@@ -360,57 +367,118 @@ def reaches(bias: str, length: int, given: Assumptions) -> list[float]:
     return [min(float(length), (FLUSH + given.spread) / slope) for slope in geometric_slopes(given.heads)]
 
 
+@dataclass(frozen=True)
+class RingPass:
+    """What a pass over the ring computes and exchanges."""
+
+    products: int
+    """Matrix products of each pair of a query and a key: each is two operations a channel."""
+    key_bytes: int
+    """Of each number of the keys and values that are received."""
+    gradient_bytes: int
+    """Of each number of their gradients that return to their owner."""
+
+
+PASSES = (
+    RingPass(products=2, key_bytes=2, gradient_bytes=0),
+    # Keys are sent again, and attention is computed once more before its five products.
+    RingPass(products=2 + 5, key_bytes=2, gradient_bytes=4),
+)
+"""Forward and backward."""
+
+
+@dataclass(frozen=True)
+class RingWork:
+    """Who needs what of whom: a sequence in chunks, two a device, with one kind of bias."""
+
+    chunks: list[Any]
+    by_head: list[float]
+    """How far back each head sees."""
+    tile: float
+    """Tokens that are left out together."""
+
+    def own(self, device: int) -> list[int]:
+        """The chunks of a device."""
+        return [device, len(self.chunks) - 1 - device]
+
+    @cached_property
+    def ends(self) -> tuple[np.ndarray, np.ndarray]:
+        """The first token of each chunk, and the one behind its last."""
+        first, stop = ([getattr(chunk, end) for chunk in self.chunks] for end in ("first", "stop"))
+        return np.array(first, dtype=float), np.array(stop, dtype=float)
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """(device, chunk): the keys of each chunk that some query of a device sees."""
+        first, stop = self.ends
+        furthest = max(self.by_head)
+
+        def of_chunk(a: int) -> np.ndarray:
+            seen = np.clip(np.minimum(stop, stop[a]) - np.maximum(first, first[a] - furthest), 0, None)
+            return np.where(seen > 0, np.minimum(np.ceil(seen / self.tile) * self.tile, stop - first), 0)
+
+        return np.array([np.maximum(*map(of_chunk, self.own(d))) for d in range(len(self.chunks) // 2)])
+
+    def pairs(self, device: int) -> np.ndarray:
+        """By chunk of keys: the pairs with queries of a device, of all heads."""
+        first, stop = self.ends
+        return sum(
+            visible_pairs(first[a], stop[a], first, stop, reach) for a in self.own(device) for reach in self.by_head
+        )
+
+
+def pass_time(work: RingWork, device: int, own: RingPass, rate: float, given: Assumptions) -> tuple[float, float]:
+    """Seconds of a pass in one device, and the bytes that it receives.
+
+    Keys of a step arrive while those of the step before are computed with, and beside them the gradients that are
+    returned for that step; those of the last step are waited for.
+    """
+    devices = len(work.chunks) // 2
+    numbers = 2 * given.kv_heads * given.head_dim
+    seconds = 2 * given.head_dim * own.products * work.pairs(device) / rate
+
+    def transfer(size: float, other: int) -> float:
+        near = other // given.machine == device // given.machine
+        return size / ((given.near_gb if near else given.bandwidth_gb) * 1e9) + given.latency_us * 1e-6 * (size > 0)
+
+    computing = seconds[work.own(device)].sum()
+    arriving = received = returning = 0.0
+    for distance in range(1, devices):
+        source, user = (device - distance) % devices, (device + distance) % devices
+        keys = work.tokens[device, work.own(source)].sum() * numbers * own.key_bytes
+        gradients = work.tokens[user, work.own(device)].sum() * numbers * own.gradient_bytes
+        arriving += transfer(keys, source) + returning
+        returning = transfer(gradients, user)
+        computing = max(computing, arriving) + seconds[work.own(source)].sum()
+        received += keys + gradients
+    return computing + returning, received
+
+
 def simulate(length: int, devices: int, bias: str, given: Assumptions) -> dict[str, Any]:
-    """One layer, forward: what every device computes and receives step by step; the slowest device's time."""
+    """One layer, forward and backward: the slowest device's time, and the most that one receives and holds."""
     chunks = zigzag(length, devices)
-    first = np.array([chunk.first for chunk in chunks], dtype=float)
-    stop = np.array([chunk.stop for chunk in chunks], dtype=float)
-    by_head = reaches(bias, length, given)
-    # A window is cut by tokens; what has no weight, by tiles.
     segment = max(part.count for part in cut(chunks, SEGMENT_TOKENS["cuda"]))
+    # A window is cut by tokens; what has no weight, by tiles.
     tile = max(skipping.TILE_KEYS, np.ceil(segment / skipping.TILES)) if bias == "decaying" else 1
-    furthest = max(by_head)
+    work = RingWork(chunks, reaches(bias, length, given), tile)
     rate = given.tflops * 1e12 * getattr(given, f"{bias}_share")
-    token_bytes = 2 * given.kv_heads * given.head_dim * 2
     slowest = most = 0.0
-    for rank in sorted({0, devices // 2, devices - 1}):
-        own = (rank, 2 * devices - 1 - rank)
-        pairs, tokens = np.zeros(2 * devices), np.zeros(2 * devices)
-        for a in own:
-            # Keys of each chunk that some row of chunk a sees.
-            low = np.maximum(first, first[a] - furthest)
-            needed = np.clip(np.minimum(stop, stop[a]) - low, 0, None)
-            needed = np.where(needed > 0, np.minimum(np.ceil(needed / tile) * tile, stop - first), 0)
-            tokens = np.maximum(tokens, needed)
-            pairs += sum(visible_pairs(first[a], stop[a], first, stop, reach) for reach in by_head)
-        seconds = 4 * given.head_dim * pairs / rate
-        total = seconds[list(own)].sum()
-        arriving = 0.0
-        received = 0.0
-        computing = total
-        for distance in range(1, devices):
-            source = (rank - distance) % devices
-            theirs = [source, 2 * devices - 1 - source]
-            size = tokens[theirs].sum() * token_bytes
-            near = source // given.machine == rank // given.machine
-            transfer = size / ((given.near_gb if near else given.bandwidth_gb) * 1e9) + given.latency_us * 1e-6 * (
-                size > 0
-            )
-            # Keys of a step arrive while those of the step before are computed with.
-            arriving += transfer
-            computing = max(computing, arriving) + seconds[theirs].sum()
-            received += size
-        slowest, most = max(slowest, computing), max(most, received)
+    for device in sorted({0, devices // 2, devices - 1}):
+        times, sizes = zip(*(pass_time(work, device, own, rate, given) for own in PASSES), strict=True)
+        slowest, most = max(slowest, sum(times)), max(most, sum(sizes))
     ends = np.array([0.0]), np.array([float(length)])
-    everything = sum(float(visible_pairs(0.0, length, *ends, reach)[0]) for reach in by_head)
-    alone = 4 * given.head_dim * everything / rate
+    everything = sum(float(visible_pairs(0.0, length, *ends, reach)[0]) for reach in work.by_head)
+    alone = 2 * given.head_dim * sum(own.products for own in PASSES) * everything / rate
     local = length / devices
-    # Sharded weights, gradients and moments, what recomputed layers save, own keys and two segments of others'.
+    # Sharded weights, gradients and moments, and what recomputed layers save.
     weights = given.layers * (
         given.width * (2 * given.heads + 2 * given.kv_heads) * given.head_dim + 3 * given.width * given.inner
     )
     saved = local * (4 * given.width * given.layers + 16 * given.width + 4 * given.inner)
-    memory = 16 * weights / devices + saved + (local + 2 * min(segment, most / token_bytes)) * token_bytes
+    # Own keys and two segments of others', and the gradients of all.
+    others = max(work.tokens[d].sum() - work.tokens[d, work.own(d)].sum() for d in range(devices))
+    token_bytes = 2 * given.kv_heads * given.head_dim * (PASSES[1].key_bytes + PASSES[1].gradient_bytes)
+    memory = 16 * weights / devices + saved + (local + 2 * min(segment, others)) * token_bytes
     return {
         "bias": bias,
         "length": length,
@@ -437,7 +505,7 @@ def visible_pairs(a: float, b: float, first: np.ndarray, stop: np.ndarray, reach
     return np.clip(rows, 0, None)
 
 
-def run_simulation(given: Assumptions, taken: dict[str, float]) -> None:
+def run_simulation(given: Assumptions, measured_names: set[str], out: Path) -> None:
     """All lengths, devices and biases: a table, and the figure."""
     rows = [
         simulate(length, devices, bias, given)
@@ -451,20 +519,20 @@ def run_simulation(given: Assumptions, taken: dict[str, float]) -> None:
             f"{1e3 * row['seconds']:10.2f} ms a layer, {row['efficiency']:6.1%} of the time is work, "
             f"{row['received_gb']:8.3f} GB received, {row['memory_gb']:8.2f} GB of memory"
         )
-    draw(rows, given, taken)
+    draw(rows, given, measured_names, out)
 
 
-def draw(rows: list[dict[str, Any]], given: Assumptions, taken: dict[str, float]) -> None:
-    """Time of a layer, data received, and memory, against the number of devices: docs/ring.png."""
+def draw(rows: list[dict[str, Any]], given: Assumptions, measured_names: set[str], out: Path) -> None:
+    """Time of a layer, data received, and memory, against the number of devices."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     styles = {"plain": ("black", "-"), "window": ("#0072B2", "--"), "decaying": ("#D55E00", "-.")}
-    names = {"plain": "plain", "window": "window of 4,096", "decaying": "decaying (alibi)"}
+    names = {"plain": "plain", "window": f"window of {given.window:,}", "decaying": "decaying (alibi)"}
     panels = [
-        ("seconds", "ms a layer, forward", 1e3),
+        ("seconds", "ms a layer in training", 1e3),
         ("received_gb", "GB received a layer", 1),
         ("memory_gb", "GB of memory", 1),
     ]
@@ -490,10 +558,18 @@ def draw(rows: list[dict[str, Any]], given: Assumptions, taken: dict[str, float]
     handles = axes[0][0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside lower center", ncols=3, frameon=False)
     shares = ", ".join(f"{getattr(given, f'{bias}_share'):.2f} ({bias})" for bias in BIASES)
-    origin = "measured on a CPU" if taken else "assumed"
-    title = f"attention at {shares} of the matrix products' rate; content differs by {given.spread:.0f} nats; {origin}"
-    figure.suptitle(title, fontsize=9)
-    figure.savefig(HERE.parent / "docs/ring.png", dpi=130)
+    title = f"attention at {shares} of the matrix products' rate; content differs by {given.spread:.0f} nats"
+    figure.suptitle(f"{title}; {origin_words(measured_names)}", fontsize=9)
+    figure.savefig(out, dpi=130)
+    print(f"the figure is {out}")
+
+
+def origin_words(measured_names: set[str]) -> str:
+    """Which of the numbers in the figure's title were measured."""
+    if not measured_names:
+        return "assumed"
+    rest = MEASURABLE - measured_names
+    return "measured on a CPU" + (f" but for {', '.join(sorted(rest))}" if rest else "")
 
 
 def rows_of(case: str) -> list[dict[str, Any]]:
@@ -503,9 +579,14 @@ def rows_of(case: str) -> list[dict[str, Any]]:
 
 
 def measured() -> dict[str, float]:
-    """The assumptions that `kernel` measured, by name."""
+    """The assumptions that `kernel` measured, by name.
+
+    The share with a decaying bias is at most that of plain attention: see `measure_kernel` for why it was more.
+    """
     rows = rows_of("kernel")
     taken = {f"{row['bias']}_share": float(row["share"]["median"]) for row in rows if row["case"] == "kernel"}
+    if taken:
+        taken["decaying_share"] = min(taken["decaying_share"], taken["plain_share"])
     for row in rows:
         if row["case"] == "spread":
             taken["spread"] = float(row["spread"]["median"])
@@ -533,17 +614,21 @@ def main() -> None:
     parser.add_argument("case", choices=[*MEASURED, "simulate"])
     parser.add_argument("--quick", action="store_true", help="short lengths and few rounds; nothing is written")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(Sizes().lengths), help="of memory and skip")
+    parser.add_argument(
+        "--out", type=Path, help="of simulate: the figure's file; docs/ring.png, or ring.png with options"
+    )
     for field in fields(Assumptions):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=field.type, default=None)  # type: ignore[arg-type]
     options = vars(parser.parse_args())
-    case, quick, lengths = (options.pop(name) for name in ("case", "quick", "lengths"))
+    case, quick, lengths, out = (options.pop(name) for name in ("case", "quick", "lengths", "out"))
     given = {name: value for name, value in options.items() if value is not None}
     if case == "simulate":
         taken = measured()
-        assumed = Assumptions(**(taken | given))
-        run_simulation(assumed, taken)
+        assumed, names = Assumptions(**(taken | given)), taken.keys() - given.keys()
+        # The figure of the docs is that of the assumptions above alone.
+        run_simulation(assumed, names, out or (Path("ring.png") if given else FIGURE))
         compare(assumed)
-        print(f"assumed: {asdict(assumed)}; measured of these: {', '.join(taken) or 'none'}")
+        print(f"assumed: {asdict(assumed)}; measured of these: {', '.join(sorted(names)) or 'none'}")
         return
     rows = MEASURED[case](QUICK if quick else Sizes(tuple(lengths)))
     if quick:

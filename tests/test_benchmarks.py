@@ -164,3 +164,66 @@ def test_the_benchmarks_of_other_peoples_models_run_to_their_end_and_say_what_wa
     )
     assert done.returncode == 0, done.stderr
     assert sum("asked" in line for line in done.stdout.splitlines()) == cases
+
+
+@pytest.fixture
+def ring(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("ring")
+
+
+def test_a_ring_trains_with_keys_sent_twice_and_their_gradients_returned(ring):
+    given = ring.Assumptions(latency_us=0.0, bandwidth_gb=1e9, near_gb=1e9)
+    length, devices = 4096, 4
+    row = ring.simulate(length, devices, "plain", given)
+    products = 2 + 2 + 5
+    pairs = given.heads * length * (length + 1) / 2
+    rate = given.tflops * 1e12 * given.plain_share
+    # Zig-zag chunks have the same work but for the diagonal of each.
+    assert row["seconds"] == pytest.approx(products * 2 * given.head_dim * pairs / rate / devices, rel=1e-2)
+    # The first process needs all keys of the others, and each of them needs its first chunk of half a part.
+    numbers = 2 * given.kv_heads * given.head_dim
+    keys, returned = length * 3 // 4, 3 * length // 8
+    assert row["received_gb"] == pytest.approx(numbers * (2 * 2 * keys + 4 * returned) / 1e9)
+
+
+def test_what_a_slow_network_returns_last_is_waited_for(ring):
+    fast, slow = (ring.Assumptions(latency_us=0.0, bandwidth_gb=b, near_gb=b) for b in (1e9, 1.0))
+    computed, waiting = (ring.simulate(65_536, 2, "plain", given) for given in (fast, slow))
+    # At 1 GB a second; some of the work is done meanwhile.
+    assert waiting["received_gb"] < waiting["seconds"] < waiting["received_gb"] + computed["seconds"]
+
+
+@pytest.mark.parametrize(
+    ("words", "file", "window", "origin"),
+    [
+        ([], "docs.png", "window of 4,096", "measured on a CPU"),
+        (["--window", "512"], "ring.png", "window of 512", "measured on a CPU"),
+        (["--plain-share", "0.4", "--out", "own.png"], "own.png", "window of 4,096", "but for plain_share"),
+    ],
+)
+def test_a_figure_of_other_assumptions_is_another_file_and_says_what_was_measured(
+    ring, tmp_path, monkeypatch, words, file, window, origin
+):
+    from matplotlib.figure import Figure
+
+    said = []
+
+    def remember(figure, path, **options):
+        said.append((Path(path).name, figure.get_suptitle(), [text.get_text() for text in figure.legends[0].texts]))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ring, "FIGURE", tmp_path / "docs.png")
+    monkeypatch.setattr(ring, "DEVICES", [8])
+    monkeypatch.setattr(Figure, "savefig", remember)
+    monkeypatch.setattr(sys, "argv", ["ring.py", "simulate", *words])
+    ring.main()
+    ((name, title, labels),) = said
+    assert name == file
+    assert title.endswith(origin)
+    assert window in labels
+
+
+def test_no_share_of_a_decaying_bias_is_above_that_of_plain_attention(ring):
+    taken = ring.measured()
+    assert taken["decaying_share"] <= taken["plain_share"] <= 1

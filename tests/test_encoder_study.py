@@ -9,6 +9,7 @@ import pytest
 import yaml
 from test_encoder_train import write_pairs
 from test_study import in_process, small  # noqa: F401
+from train_kit import finish
 
 from lengthwise.evaluate.retrieval_table import RetrievalScore
 from lengthwise.evaluate.statistics import t_interval
@@ -133,7 +134,10 @@ class OneRun(TrainingJob):
         if self.engine.running[0] is not self.run:
             return None
         self.engine.running.pop(0)
-        return TrainingOutcome(1.0, 1, 1, "out of memory" if self.run.name == self.engine.fails else None)
+        if self.run.name == self.engine.fails:
+            return TrainingOutcome(1.0, 1, 1, "out of memory")
+        finish(self.run)
+        return TrainingOutcome(1.0, 1, 1)
 
     def stop(self):
         raise AssertionError("nothing is to be stopped")

@@ -12,12 +12,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from test_encoder_study import encoders, retrieval_folder
 from test_study import in_process, small  # noqa: F401, a fixture
-from train_kit import numbers
+from train_kit import finish, numbers
 
 from lengthwise.cli import main
 from lengthwise.data.storage import open_storage
+from lengthwise.loading import LoadError
 from lengthwise.runs import Run
 from lengthwise.study.engine import (
     Engine,
@@ -30,11 +32,11 @@ from lengthwise.study.engine import (
     train_to_end,
 )
 from lengthwise.study.engines import make_engine
-from lengthwise.study.execute import run_study
-from lengthwise.study.record import TrainingOutcome
-from lengthwise.study.runs import study_runs
+from lengthwise.study.execute import RunEvaluator, evaluation_of, measuring_device, results, run_study
+from lengthwise.study.record import TrainingOutcome, outcome_path, write_outcome
+from lengthwise.study.runs import contrastive_runs, study_runs
 from lengthwise.study.upload import upload_run
-from lengthwise.study.watch import status_table
+from lengthwise.study.watch import status_table, watch_study
 from lengthwise.train import train
 
 
@@ -60,7 +62,37 @@ def test_a_folder_that_is_not_shared_is_found_before_training_starts(tmp_path, m
     with pytest.raises(OSError, match=r"must be on a disk that all machines share, got .*out, where .* does not read"):
         check_shared(Elsewhere(lambda path: path.replace(str(out), str(other))), out)
     assert list(out.iterdir()) == [], "no probe is left behind"
-    assert answer_probe(str(other / "nothing")), "a machine without the folder has a name too"
+    assert answer_probe(str(other / "nothing")).machine, "a machine without the folder has a name too"
+
+
+def test_a_machine_without_the_folder_that_the_study_was_started_in_is_found_before_training_starts(
+    tmp_path, monkeypatch
+):
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    check_shared(Elsewhere(), tmp_path / "out")
+    away = tmp_path / "away"
+    # Another machine, as far as it is seen: the folder is not there while it answers.
+    engine = Elsewhere(lambda path: (here.rename(away), path)[1])
+    monkeypatch.setattr(Path, "cwd", lambda: here)
+    with pytest.raises(
+        OSError, match=r"must be started in a folder that all machines have, got .*here, which .* has not"
+    ):
+        check_shared(engine, tmp_path / "out")
+
+
+class Namesakes(Elsewhere):
+    """Two machines of one name, of which the second has another disk."""
+
+    def probe(self, function, argument):
+        return [function(argument), function(self.sees(argument))]
+
+
+def test_machines_of_one_name_do_not_vouch_for_each_other(tmp_path, monkeypatch):
+    monkeypatch.setattr("lengthwise.files.DISK_SECONDS", 0.0)
+    with pytest.raises(OSError, match="must be on a disk that all machines share"):
+        check_shared(Namesakes(lambda path: path.replace("out", "other disk")), tmp_path / "out")
 
 
 @pytest.mark.parametrize(("engine", "package"), [("ray", "ray"), ("slurm", "submitit")])
@@ -85,6 +117,8 @@ def test_a_missing_package_is_named_by_its_extra(tmp_path, monkeypatch, capsys, 
         ({"engine": "ray", "slurm": {"timeout_min": 5}}, "--slurm is for --engine slurm, got --engine ray"),
         ({"engine": "ray", "retries": -1}, "retries must be an int, 0 or more, got -1"),
         ({"engine": "ray", "cpus": 0}, "cpus must be a positive int, got 0"),
+        ({"engine": "ray", "gpus": 2}, "--gpus must be at most 1, since a run is one process, got 2"),
+        ({"engine": "ray", "device": "cuda"}, "--device cuda with --engine ray must have --gpus, .*; give --gpus 1"),
         ({"engine": "slurm", "gpus": 0.5}, "--gpus must be a whole number with --engine slurm, got 0.5"),
     ],
 )
@@ -114,6 +148,20 @@ def test_ray_without_an_address_joins_no_cluster_that_it_finds(tmp_path, monkeyp
     assert asked == ["local", "auto"]
 
 
+@pytest.mark.parametrize(("gpus", "visible"), [(None, ""), (1.0, "3")])
+def test_a_run_of_ray_sees_no_gpu_that_was_not_reserved_for_it(tmp_path, monkeypatch, gpus, visible):
+    ray = pytest.importorskip("ray")
+    engine_module, environments = importlib.import_module("lengthwise.study.ray_engine"), []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # as Ray has it for the task
+    monkeypatch.setattr(ray, "init", lambda **options: None)
+    monkeypatch.setattr(ray, "remote", lambda **options: lambda function: SimpleNamespace(remote=function))
+    monkeypatch.setattr("lengthwise.study.engine.TrainingProcess.outcome", lambda self: TrainingOutcome(1.0, 1, 1))
+    monkeypatch.setattr("subprocess.Popen", lambda *words, env, **options: environments.append(env))
+    config = small(tmp_path, engine="ray", gpus=gpus)
+    engine_module.RayEngine(config, jobs=1).start(study_runs(config)[0], tmp_path / "log")
+    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == [visible]
+
+
 class AtOnce(TrainingJob):
     """A run that has ended as soon as it is started."""
 
@@ -121,6 +169,7 @@ class AtOnce(TrainingJob):
         self.run = run
 
     def outcome(self):
+        finish(self.run)
         return TrainingOutcome(1.0, 1, 1)
 
     def stop(self):
@@ -151,6 +200,65 @@ def test_a_run_that_cannot_be_started_and_a_report_that_cannot_be_written_end_no
     assert ended["alibi-1337"].failure == "could not be started: sbatch: error: socket timed out"
     assert [ended[name].failure for name in ("rope-1337", "none-1337")] == [None, None]
     assert finished == ["rope-1337", "none-1337"]
+
+
+class OnAnotherDisk(Engine):
+    """An engine whose machine finishes every run but the last where this machine does not see it."""
+
+    jobs = 1
+
+    def start(self, run, log):
+        job = AtOnce(run)
+        if run.name != "none-1337":
+            job.outcome = lambda: TrainingOutcome(1.0, 1, 1)
+        return job
+
+
+def test_a_run_that_was_finished_on_another_disk_has_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr("lengthwise.files.DISK_SECONDS", 0.0)
+    monkeypatch.setattr("lengthwise.study.engine.POLL_SECONDS", 0.0)
+    runs, finished = study_runs(small(tmp_path, encodings=["alibi", "none"])), []
+    with StudyProgress(runs) as progress:
+        ended = train_runs(runs, out=tmp_path, engine=OnAnotherDisk(), progress=progress, finished=finished.append)
+    assert f"{runs[0].config.out} has no final model here" in ended["alibi-1337"].failure
+    assert ended["none-1337"].failure is None
+    assert finished == [runs[1]]
+
+
+def test_progress_counts_no_run_that_is_still_to_be_trained(tmp_path):
+    config = small(tmp_path)
+    runs = study_runs(config)
+    train(runs[0].config)
+    evaluator = RunEvaluator(evaluation_of(config, runs[0]), Path(config.out), "cpu")
+    with StudyProgress(runs, measured_tokens=900) as progress:
+        assert progress.measuring_steps == 4
+        results(config, runs, [], evaluator, {}, 0.0, progress)
+    assert progress.done == {"alibi-1337": 3 + progress.measuring_steps, "learned-1337": 0}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without GPUs is what it is about")
+def test_gpus_of_a_cluster_need_not_be_on_the_machine_that_asks_for_them(tmp_path):
+    assert measuring_device(small(tmp_path, engine="slurm", device="cuda")) == "cpu"
+    assert measuring_device(small(tmp_path, engine="slurm")) == "auto"
+    with pytest.raises(LoadError, match="device must be 'auto' or one that works here, got 'cuda'"):
+        measuring_device(small(tmp_path, device="cuda"))
+
+
+def test_an_error_of_a_task_of_ray_is_no_lost_worker(tmp_path, monkeypatch):
+    ray = pytest.importorskip("ray")
+    job = importlib.import_module("lengthwise.study.ray_engine").RayJob(None, "answer")
+    own = FileNotFoundError("no such folder: /home/me")
+    trace = f"Traceback (most recent call last):\n  somewhere\nFileNotFoundError: {own}\n"
+    failed = ray.exceptions.RayTaskError("train_to_end", trace, own).as_instanceof_cause()
+    errors = [failed, ray.exceptions.WorkerCrashedError()]
+
+    def get(answer):
+        raise errors.pop(0)
+
+    monkeypatch.setattr(ray, "wait", lambda answers, timeout: (answers, []))
+    monkeypatch.setattr(ray, "get", get)
+    assert job.outcome().failure == "its task failed: FileNotFoundError: no such folder: /home/me"
+    assert job.outcome().failure.startswith("its worker was lost: ")
 
 
 class Lost:
@@ -232,6 +340,65 @@ def test_a_study_is_watched_from_its_folder_alone(tmp_path, capsys):
         with pytest.raises(SystemExit):
             main(["study", "--plan", *words, option, value])
         assert f"{option[2:]} must be a" in capsys.readouterr().err
+
+
+class Failing(RefusesOne):
+    """A queue that does not take the first run, and a machine that loses the others."""
+
+    def start(self, run, log):
+        job = super().start(run, log)
+        job.outcome = lambda: TrainingOutcome(1.0, 1, 1, "its worker was lost")
+        return job
+
+
+def test_a_study_is_watched_until_its_contrastive_and_failed_runs_have_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr("lengthwise.study.engine.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    config, looks = encoders(tmp_path, encodings=["alibi", "rope", "none"]), []
+    alibi, rope, plain = runs = study_runs(config)
+    later = contrastive_runs(config, runs)
+
+    def next_look(seconds):
+        """What happens between two looks: runs fail, one is finished, and then the one that starts from it."""
+        looks.append(seconds)
+        if len(looks) == 2:
+            finish(later[2])
+            return
+        failing = [alibi, rope, *later[:2]]
+        with StudyProgress(failing) as progress:
+            train_runs(failing, out=Path(config.out), engine=Failing(), progress=progress)
+        finish(plain)
+
+    monkeypatch.setattr("lengthwise.study.watch.time.sleep", lambda s: next_look(s) if s else None)
+    lines = watch_study(config).splitlines()
+    assert len(looks) == 2
+    assert [line.split()[:2] for line in lines[1:-1]] == [
+        ["alibi-1337", "failed"],
+        ["rope-1337", "failed"],
+        ["none-1337", "finished"],
+        ["alibi-1337-retrieval", "failed"],
+        ["rope-1337-retrieval", "failed"],
+        ["none-1337-retrieval", "finished"],
+    ]
+    assert lines[-1] == "2 of 6 runs are finished, 4 failed"
+
+
+def test_a_run_that_is_tried_again_has_not_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr("lengthwise.study.engine.POLL_SECONDS", 0.0)
+    config = small(tmp_path, encodings=["rope"])
+    runs = study_runs(config)
+    write_outcome(outcome_path(config.out, runs[0]), TrainingOutcome(1.0, 1, 1, "out of memory"))
+    assert "failed" in status_table(runs, config.out)
+    states = []
+
+    class Waiting(RefusesOne):
+        def start(self, run, log):
+            states.append(status_table(runs, config.out).splitlines()[1].split()[1])
+            return super().start(run, log)
+
+    with StudyProgress(runs) as progress:
+        train_runs(runs, out=Path(config.out), engine=Waiting(), progress=progress)
+    assert states == ["waiting"]
 
 
 def test_a_finished_run_is_uploaded_whole_with_its_seal_last_and_once(tmp_path, monkeypatch):

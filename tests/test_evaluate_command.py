@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, Ll
 import lengthwise as lw
 from lengthwise.cli import main
 from lengthwise.data import load_tokenizer
-from lengthwise.evaluate import run
+from lengthwise.evaluate import memory, run
 
 ROOT = Path(__file__).parents[1]
 
@@ -24,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 def folder(tmp_path_factory):
     """Two checkpoints, one text."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    for case in ("rope", "learned"):
+    for case in ("rope", "learned", "dape"):
         loud_model(case, vocab_size=257, n_positions=37).save_pretrained(folder / case)
         load_tokenizer("bytes").save_pretrained(folder / case)
     (folder / "text.txt").write_text("".join(f"{n} crows, {n * n % 89} ships\n" for n in range(2000)))
@@ -213,6 +214,31 @@ def test_two_processes_that_share_each_text_give_the_numbers_of_one(folder, tmp_
     for mine, theirs in zip(two, one, strict=True):
         # A sum of some hundred losses, each of logits that are sums of 24 numbers.
         assert math.log(mine["value"]) == pytest.approx(math.log(theirs["value"]), rel=64 * EPS)
+
+
+def test_processes_of_machines_with_unlike_memory_agree_on_how_to_read_a_window(folder, tmp_path, capfd):
+    def measure():
+        def some_memory(model):
+            # Of half of it, the part of a window takes a little more in the second process.
+            part = memory.bytes_needed(model, length=1501, scored=1, processes=2)
+            return 2 * part - 2 if os.environ["RANK"] == "1" else 10**12
+
+        memory.memory_of = some_memory
+        evaluate(folder, str(folder / "rope"), "--lengths", "1501", "--out", str(tmp_path))
+
+    assert in_processes(measure, 2) == [0, 0]
+    assert "each of 2 processes measures all of a window of 1,501: only its chunks fit" in capfd.readouterr().err
+    (cell,) = json.loads((tmp_path / "scores.json").read_text())["cells"]
+    assert math.isfinite(cell["value"])
+
+
+def test_a_model_that_cannot_be_spread_is_refused_by_name_and_costs_no_other_its_numbers(folder, tmp_path, capfd):
+    words = [str(folder / "rope"), str(folder / "dape"), "--lengths", "3", "20", "--out", str(tmp_path)]
+    assert in_processes(lambda: evaluate(folder, *words), 2) == [0, 0]
+    assert "dape at 20: 'dape' replaces the scores" in capfd.readouterr().out
+    cells = json.loads((tmp_path / "scores.json").read_text())["cells"]
+    finite = {(cell["model"], cell["length"]) for cell in cells if cell["value"] is not None}
+    assert finite == {("rope", 3), ("rope", 20), ("dape", 3)}, "a window of three tokens is not shared"
 
 
 def test_chunks_and_several_processes_are_refused_together(folder, capfd):

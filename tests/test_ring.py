@@ -5,7 +5,9 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 from contextlib import contextmanager
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -631,7 +633,8 @@ def refused():
     refuses(lambda: lw.attend(q, q, q, layout=part, bias=other), ValueError, "make it of this layout")
     with torch.no_grad():
         steps = lw.LevelBias.of_steps(q[..., 0], torch.ones(1, 1, 1), start=0, queries=4)
-    refuses(lambda: lw.attend(q, q, q, layout=part, bias=steps), ValueError, "ring=layout.ring")
+    for own in (steps, lw.SumBias((lw.SumBias((steps,)),))):
+        refuses(lambda own=own: lw.attend(q, q, q, layout=part, bias=own), ValueError, "ring=layout.ring")
     rescore = lw.make("dape", heads=1, width=2).rescore(q[:, 0], part)
     refuses(lambda: lw.attend(q, q, q, layout=part, rescore=rescore), NotImplementedError, "cannot rescore")
     leaf = q.clone().requires_grad_()
@@ -650,3 +653,12 @@ def refused():
 def test_what_cannot_be_spread_is_refused(in_ring):
     in_ring(2, refused)
     refuses(lambda: spread(lw.layout(8)), RuntimeError, "a process group must be there", "torchrun")
+
+
+def test_the_python_of_the_page_on_scale_runs():
+    page = (Path(__file__).parents[1] / "docs/scale.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(compile(block, "scale.md", "exec"), {})
+    assert not dist.is_initialized()

@@ -15,13 +15,14 @@ from test_train_kills import assert_survives
 from train_kit import assert_close, in_processes, moments, small_config
 
 import lengthwise as lw
+from lengthwise import runs
 from lengthwise.cli import main
 from lengthwise.distributed.sharding import zigzag
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 from lengthwise.runs import Run
 from lengthwise.train import TrainConfig, train
-from lengthwise.train.estimate import layer_bytes
-from lengthwise.train.setup import dry_run
+from lengthwise.train.estimate import Hardware, estimate, layer_bytes
+from lengthwise.train.setup import MODELS, dry_run, model_config, vocabulary_size
 
 ROOT = Path(__file__).parents[1]
 
@@ -128,7 +129,29 @@ def test_the_recipes_fit_and_say_their_hours(path, capsys):
     assert "tokens    9,999,745,024 in 19,073 steps of 512 x 1,024" in text
     assert f"step      524,288 tokens over {devices} devices" in text
     assert f"hours at 35 % of {devices} x 989 TFLOP/s" in text
-    assert "20 checkpoints, of which 2 are kept" in text
+    assert "20 checkpoints, of which 2 are kept, and the model; about 20.00 of token files" in text
+
+
+@pytest.mark.parametrize(("optimizer", "steps"), [("adamw", 11), ("adamw", 7), ("muon", 11)])
+def test_the_disk_of_a_run_is_the_most_that_its_folder_has_at_a_time(tmp_path, monkeypatch, optimizer, steps):
+    sizes = {"n_layer": 2, "n_head": 3, "n_embd": 192}
+    config = small_config(tmp_path, optimizer=optimizer, steps=steps, encoding="none", sizes=sizes)
+    weighed = []
+
+    def flush_and_weigh(path):
+        flush(path)
+        weighed.append(sum(p.stat().st_size for p in Path(config.out).rglob("*.safetensors")))
+
+    flush = runs._flush
+    monkeypatch.setattr(runs, "_flush", flush_and_weigh)
+    train(config)
+    resolved = config.resolved()
+    with torch.device("meta"):
+        model = MODELS[resolved.objective](model_config(resolved, vocabulary_size(resolved)))
+    needs = estimate(resolved, model, Hardware())
+    assert needs.tokens is None
+    # Headers of the files come on top.
+    assert needs.disk == pytest.approx(max(weighed), rel=0.02)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

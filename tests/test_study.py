@@ -29,11 +29,10 @@ from lengthwise.study.config import StudyConfig
 from lengthwise.study.engine import LocalPool, parallel_jobs
 from lengthwise.study.execute import (
     StudyProgress,
-    read_outcome,
     run_study,
     train_runs,
 )
-from lengthwise.study.record import TrainingOutcome, is_recorded
+from lengthwise.study.record import TrainingOutcome, is_recorded, read_outcome
 from lengthwise.study.report import paper_rows, paper_tables
 from lengthwise.study.results import JudgedHypothesis, StudyResults
 from lengthwise.study.runs import contrastive_runs, study_runs

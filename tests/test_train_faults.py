@@ -1,6 +1,7 @@
 """What can go wrong in a run, what is left of it then, and what its user reads."""
 
 import dataclasses
+import errno
 import os
 import re
 import resource
@@ -244,3 +245,18 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         train(small_config(tmp_path, out=str(tmp_path / "file/run")))
+
+
+def test_a_disk_without_locks_is_named_and_no_run_there_is_taken_as_being_written(tmp_path, monkeypatch):
+    with RunWriter(tmp_path) as writer:
+        writer.write_config({})
+        assert Run(tmp_path).is_being_written
+
+    def flock(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    for use in (lambda: RunWriter(tmp_path), lambda: Run(tmp_path).is_being_written):
+        with pytest.raises(OSError, match="must be on a disk that can lock files, got No locks available") as caught:
+            use()
+        assert caught.value.errno == errno.ENOLCK

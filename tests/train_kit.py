@@ -23,7 +23,8 @@ from safetensors.torch import load_file
 
 from lengthwise.files import cache_folder
 from lengthwise.model import LengthwiseForCausalLM
-from lengthwise.runs import Run
+from lengthwise.runs import Run, RunWriter
+from lengthwise.study.runs import StudyRun
 from lengthwise.train import TrainConfig, train
 
 PATIENCE = 60
@@ -78,6 +79,13 @@ def share_kernel(cache: Path) -> None:
     if not (cache / "kernels").exists():
         KERNELS.mkdir(parents=True, exist_ok=True)
         (cache / "kernels").symlink_to(KERNELS)
+
+
+def finish(run: StudyRun) -> None:
+    """Make a study's run look finished."""
+    with RunWriter(run.config.out) as writer:
+        writer.write_config({})
+        writer.finish(lambda folder: None, {})
 
 
 def numbers(run: Run) -> list[dict[str, Any]]:

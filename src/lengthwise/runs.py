@@ -21,7 +21,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from io import FileIO
+from io import FileIO, TextIOWrapper
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -117,11 +117,22 @@ class Run:
         if not lock.exists():
             return False
         with lock.open() as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError:
-                return True
+            return not _take_lock(file, fcntl.LOCK_SH)
+
+
+def _take_lock(file: TextIOWrapper, kind: int) -> bool:
+    """Take a lock at once, or tell that another process has it; an error on a disk that has no locks."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
         return False
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"a run must be on a disk that can lock files, got {error.strerror}; choose another --out",
+            file.name,
+        ) from None
+    return True
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -219,7 +230,12 @@ class RunWriter:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = (self.folder / LOCK).open("a")
-        if not self._try_lock():
+        try:
+            is_ours = self._try_lock()
+        except OSError:
+            self._lock.close()
+            raise
+        if not is_ours:
             self._lock.close()
             raise BlockingIOError(
                 f"a run must have one writer at a time, got {self.folder}, which another process is writing to; wait "
@@ -237,13 +253,11 @@ class RunWriter:
     def _try_lock(self) -> bool:
         deadline = time.monotonic() + PATIENCE
         while True:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _take_lock(self._lock, fcntl.LOCK_EX):
                 return True
-            except OSError:
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(0.05)
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
 
     def __enter__(self) -> Self:
         return self

@@ -281,6 +281,8 @@ HUB_PRESETS = {
     "wikitext-103": HubData("Salesforce/wikitext", "wikitext-103-raw-v1", held_out="validation", articles=True),
     "fineweb-edu": HubData("HuggingFaceFW/fineweb-edu", "sample-10BT"),
 }
+GPT2_TOKENS = {"wikitext-103": 118_000_000, "fineweb-edu": 10_000_000_000}
+"""About how many tokens of GPT-2's they have; of other sources it is not known before they are tokenized."""
 
 
 def is_hub_name(name: str) -> bool:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lengthwise.attention import checked_call, merge
-from lengthwise.bias import Axes, Bias, LevelBias, SumBias, at_least_float32
+from lengthwise.bias import Axes, Bias, LevelBias, at_least_float32, flat_terms
 from lengthwise.distributed.call import Block, RingCall
 from lengthwise.distributed.collectives import Transfer, gather_all, transfer
 from lengthwise.distributed.sequence import SharedSequence
@@ -126,8 +126,7 @@ def shared_sequence(layout: TokenLayout) -> SharedSequence:
 
 def _check_bias(bias: Bias) -> None:
     """An error for a bias that cannot be cut by queries and keys."""
-    terms = bias.terms if isinstance(bias, SumBias) else (bias,)
-    if any(isinstance(term, LevelBias) and term.step is not None for term in terms):
+    if any(isinstance(term, LevelBias) and term.step is not None for term in flat_terms(bias)):
         raise ValueError(
             "the levels of a LevelBias must be sums over the tokens of all processes, got steps of this one's; give "
             "LevelBias.of_steps ring=layout.ring"

@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from lengthwise.distributed import ring_loss
-from lengthwise.distributed.model import sharing_processes
+from lengthwise.distributed.model import check_spreadable, sharing_processes
 from lengthwise.encodings import PositionError
 from lengthwise.errors import check_int
 from lengthwise.evaluate.config import Protocol
@@ -131,13 +131,15 @@ def plan_lengths(
             check_length(model, length)
             processes, rows = sharing(model, length), min(scored, LOGIT_ROWS) if every else scored
             part = chunk or fitting_chunk(model, length=length, scored=rows, processes=processes)
+            if part is None and processes > 1 and isinstance(model, LengthwiseForCausalLM):
+                check_spreadable(model.config)
             if every and not isinstance(model, LengthwiseForCausalLM):
                 # Logits of a whole window would not fit; those of a chunk do.
                 part = min(part or LOGIT_ROWS, LOGIT_ROWS)
             batch = max(1, BATCH_TOKENS // length)
             need = bytes_needed(model, length=length, scored=scored, batch=batch, chunk=part, processes=processes)
             plans.append(LengthPlan(plan, part, every, need))
-        except (PositionError, MemoryError) as error:
+        except (PositionError, MemoryError, NotImplementedError) as error:
             plans.append(LengthPlan(plan, refused=str(error)))
     return plans
 

@@ -5,6 +5,7 @@ import os
 import sys
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from lengthwise.attention.backend import total_bytes
@@ -60,7 +61,7 @@ def fitting_chunk(model: PreTrainedModel, *, length: int, scored: int, processes
 
     An error where none does.
     """
-    budget = memory_of(model) // 2
+    budget = (memory_of(model) if processes == 1 else least_memory(model)) // 2
     need = bytes_needed(model, length=length, scored=scored, processes=processes)
     if need <= budget:
         if processes < sharing_processes():
@@ -90,6 +91,13 @@ def memory_of(model: PreTrainedModel) -> int:
     if model.device.type == "cuda":
         return int(torch.cuda.get_device_properties(model.device).total_memory)
     return (total_bytes() or sys.maxsize) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def least_memory(model: PreTrainedModel) -> int:
+    """The least that any of the processes has: one that read a window in chunks would be waited for in the ring."""
+    least = torch.tensor(memory_of(model), device=model.device)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return int(least)
 
 
 def sharing(model: PreTrainedModel, length: int) -> int:

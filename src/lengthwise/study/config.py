@@ -65,7 +65,7 @@ class StudyConfig:
     engine: EngineName = option("local", "where runs train: local, ray, or slurm (extras of those names)")  # noqa: RUF009
     address: str | None = option(None, "ray: a cluster that exists, such as auto or ray://head:10001; else a local one")
     slurm: dict[str, Any] = option({}, 'slurm: options of submitit: {"slurm_partition": "a100", "timeout_min": 600}')  # noqa: RUF009
-    gpus: float | None = option(None, "ray and slurm: GPUs of each run")
+    gpus: float | None = option(None, "ray and slurm: the GPU of each run, 1; with ray also a share of one, 0.5")
     cpus: int | None = option(None, "ray and slurm: cores of each run; 1")
     retries: int = option(3, "ray and slurm: how often a run goes on elsewhere whose worker was lost")
     upload: str | None = option(None, "where finished runs are copied to, by fsspec: s3://bucket/study")
@@ -97,8 +97,15 @@ class StudyConfig:
         check_int("retries", self.retries, least=0)
         if self.gpus is not None:
             check_number("gpus", self.gpus)
+            if self.gpus > 1:
+                raise ValueError(f"--gpus must be at most 1, since a run is one process, got {self.gpus:g}; see --jobs")
             if self.engine == "slurm" and self.gpus != int(self.gpus):
                 raise ValueError(f"--gpus must be a whole number with --engine slurm, got {self.gpus}")
+        if self.engine == "ray" and self.gpus is None and self.training.device.startswith("cuda"):
+            raise ValueError(
+                f"--device {self.training.device} with --engine ray must have --gpus, by which Ray gives each run a "
+                "GPU of its own, got none; give --gpus 1"
+            )
         used = {"address": self.address is not None, "slurm": bool(self.slurm)}
         owners = {"address": "ray", "slurm": "slurm"}
         for name, is_given in used.items():

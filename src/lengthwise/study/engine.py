@@ -21,19 +21,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from tqdm import tqdm
 
 from lengthwise.files import appears
 from lengthwise.study.config import StudyConfig
-from lengthwise.study.record import TrainingOutcome
+from lengthwise.study.record import TRAINING, TrainingOutcome, outcome_path, write_outcome
 from lengthwise.study.runs import StudyRun
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 POLL_SECONDS = 1.0
+LIBC = ctypes.CDLL(None)
+"""Loaded here, since after a fork a thread that is gone may hold the lock that loading takes."""
 TRAINED_ELSEWHERE = "another process is training it"
 
 
@@ -97,9 +99,11 @@ def train_runs(
     A run that starts from another one begins when that has ended, and not if it failed.
     `finished` is called with each that ended well, while others train; an error there is logged.
     """
-    folder = out / "training"
+    folder = out / TRAINING
     folder.mkdir(parents=True, exist_ok=True)
     waiting = list(waiting)
+    for planned in waiting:
+        outcome_path(out, planned).unlink(missing_ok=True)  # how an earlier try ended
     running: list[TrainingJob] = []
     ended: dict[str, TrainingOutcome] = {}
     with _exit_on_signals():
@@ -111,22 +115,24 @@ def train_runs(
                     if run.is_being_trained:
                         ended[run.name] = TrainingOutcome(0.0, 0, 0, TRAINED_ELSEWHERE)
                     elif start in ended and ended[start].failure is not None:
-                        ended[run.name] = TrainingOutcome(0.0, 0, 0, f"it starts from {start}, which failed")
+                        ended[run.name] = _failed(out, run, f"it starts from {start}, which failed")
                     else:
                         progress.start(f"training {run.name}")
                         try:
                             running.append(engine.start(run, folder / f"{run.name}.log"))
                         except Exception as error:  # a queue that refuses one run may take the next
                             log.warning("%s could not be started: %s", run.name, error)
-                            ended[run.name] = TrainingOutcome(0.0, 0, 0, f"could not be started: {error}")
+                            ended[run.name] = _failed(out, run, f"could not be started: {error}")
                 for child in list(running):
                     if (outcome := child.outcome()) is None:
                         progress.set_steps(child.run, child.run.steps_done)
                         continue
                     running.remove(child)
+                    outcome = _seen_here(child.run, outcome)
                     ended[child.run.name] = outcome
                     progress.training_done(child.run)
                     if outcome.failure is not None:
+                        write_outcome(outcome_path(out, child.run), outcome)
                         log.warning("%s failed: %s", child.run.name, outcome.failure)
                     elif finished is not None:
                         try:
@@ -153,6 +159,24 @@ def _next_run(waiting: list[StudyRun], running: list[TrainingJob]) -> StudyRun |
     return next((run for run in waiting if run.config.start_from not in unfinished), None)
 
 
+def _failed(out: Path, run: StudyRun, failure: str) -> TrainingOutcome:
+    """The outcome of a run that no machine has trained, written to a file too."""
+    outcome = TrainingOutcome(0.0, 0, 0, failure)
+    write_outcome(outcome_path(out, run), outcome)
+    return outcome
+
+
+def _seen_here(run: StudyRun, outcome: TrainingOutcome) -> TrainingOutcome:
+    """The outcome that a machine tells; a failure where it finished a run on a disk that this machine does not see."""
+    if outcome.failure is not None or run.becomes_finished():
+        return outcome
+    failure = (
+        f"the machine that trained it finished it, but {run.config.out} has no final model here; the folder must be on "
+        "a disk that all machines share"
+    )
+    return dataclasses.replace(outcome, failure=failure)
+
+
 class LocalPool(Engine):
     """Processes of this machine: the default, which needs nothing else."""
 
@@ -165,36 +189,52 @@ class LocalPool(Engine):
         return TrainingProcess(run, log, self.threads)
 
 
+class ProbeAnswer(NamedTuple):
+    """What a machine says of the study's folder."""
+
+    machine: str
+    token: str
+    """Of this answer alone, and written beside the question: two machines may have one name."""
+    has_folder: bool
+    """Whether it has the folder that the study was started in, which relative paths are of."""
+
+
 def check_shared(engine: Engine, out: Path) -> None:
     """An error unless all machines of an engine read and write the same folder as this one."""
     out.mkdir(parents=True, exist_ok=True)
     question = out.resolve() / f".shared-{secrets.token_hex(8)}"
-    question.write_text(question.name)
+    question.write_text(json.dumps({"name": question.name, "folder": str(Path.cwd())}))
     try:
-        for machine in engine.probe(answer_probe, str(question)):
-            if not appears(question.with_name(f"{question.name}-{machine}")):
+        for machine, token, has_folder in engine.probe(answer_probe, str(question)):
+            if not appears(question.with_name(f"{question.name}-{token}")):
                 raise OSError(
                     f"the study's folder must be on a disk that all machines share, got {out}, where {machine} does "
                     "not read what is written here; give another --out"
+                )
+            if not has_folder:
+                raise OSError(
+                    f"a study must be started in a folder that all machines have, got {Path.cwd()}, which {machine} "
+                    "has not; start it in another"
                 )
     finally:
         for file in question.parent.glob(f"{question.name}*"):
             file.unlink()
 
 
-def answer_probe(question: str) -> str:
-    """The name of this machine, which is also written beside the question if that is here."""
-    machine = socket.gethostname()
-    path = Path(question)
-    if appears(path) and path.read_text() == path.name:
-        path.with_name(f"{path.name}-{machine}").write_text(machine)
-    return machine
+def answer_probe(question: str) -> ProbeAnswer:
+    """The answer of this machine, whose token is also written beside the question if that is here."""
+    machine, token = socket.gethostname(), secrets.token_hex(8)
+    path, has_folder = Path(question), False
+    if appears(path) and (content := json.loads(path.read_text()))["name"] == path.name:
+        has_folder = Path(content["folder"]).is_dir()
+        path.with_name(f"{path.name}-{token}").write_text(machine)
+    return ProbeAnswer(machine, token, has_folder)
 
 
-def train_to_end(run: StudyRun, log: Path, folder: Path, threads: int) -> TrainingOutcome:
+def train_to_end(run: StudyRun, log: Path, folder: Path, threads: int, *, hides_gpus: bool = False) -> TrainingOutcome:
     """Train a run on this machine, for engines that call it there; paths are those of `folder`."""
     with contextlib.chdir(folder):
-        process = TrainingProcess(run, log, threads, bound=True)
+        process = TrainingProcess(run, log, threads, bound=True, hides_gpus=hides_gpus)
         try:
             # submitit ignores SIGTERM, by which Slurm says that a job was cancelled.
             with _exit_on_signals():
@@ -211,11 +251,14 @@ def train_to_end(run: StudyRun, log: Path, folder: Path, threads: int) -> Traini
 class TrainingProcess(TrainingJob):
     """A run that trains in its own process on this machine; `bound` ends with the process that started it."""
 
-    def __init__(self, run: StudyRun, log: Path, threads: int, *, bound: bool = False) -> None:
+    def __init__(
+        self, run: StudyRun, log: Path, threads: int, *, bound: bool = False, hides_gpus: bool = False
+    ) -> None:
         self.run = run
         self.log = log
         self.threads = threads
         self.began = time.monotonic()
+        variables = {"OMP_NUM_THREADS": str(threads)} | ({"CUDA_VISIBLE_DEVICES": ""} if hides_gpus else {})
         with self.log.open("w") as output:
             # A group of its own: a terminal's Ctrl-C is for the study, which then signals each run once. A run that
             # gets it twice ends at once, without a checkpoint.
@@ -223,7 +266,7 @@ class TrainingProcess(TrainingJob):
                 [sys.executable, "-m", "lengthwise.cli", *run.arguments()],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+                env=os.environ | variables,
                 process_group=0,
                 preexec_fn=_end_with_parent if bound and sys.platform == "linux" else None,
             )
@@ -250,13 +293,13 @@ class TrainingProcess(TrainingJob):
         # Linux counts kibibytes, macOS bytes.
         peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         outcome = TrainingOutcome(time.monotonic() - self.began, peak, self.threads, failure)
-        self.log.with_suffix(".json").write_text(json.dumps(dataclasses.asdict(outcome)) + "\n")
+        write_outcome(self.log.with_suffix(".json"), outcome)
         return outcome
 
 
 def _end_with_parent() -> None:
     """A worker that is killed must not leave a run behind that holds its folder: Linux then kills the run too."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 @contextmanager

@@ -42,7 +42,7 @@ from lengthwise.model.stretch.spec import parse_stretch
 from lengthwise.study.config import StudyConfig
 from lengthwise.study.engine import TRAINED_ELSEWHERE, StudyProgress, train_runs
 from lengthwise.study.engines import make_engine
-from lengthwise.study.record import RunRecord, TrainingOutcome, TrainingSummary, differences, record_path, training_key
+from lengthwise.study.record import RunRecord, TrainingSummary, differences, read_outcome, record_path, training_key
 from lengthwise.study.report import check_paper, read_beside, write_report
 from lengthwise.study.results import StudyResults, origin
 from lengthwise.study.runs import StudyRun, contrastive_runs, study_runs
@@ -69,7 +69,7 @@ def run_study(config: StudyConfig) -> str:
     for address, name in ((config.upload, "--upload"), (config.training.token_store, "--token-store")):
         if address is not None:
             open_storage(address, name)
-    resolve_device(config.training.device)
+    device = measuring_device(config)
     if config.tune:
         config = with_tuned_rates(config)
     runs = study_runs(config)
@@ -79,7 +79,7 @@ def run_study(config: StudyConfig) -> str:
     evaluation = evaluation_of(config, runs[0])
     out = Path(config.out)
     before = stored_seconds(out)
-    evaluator = RunEvaluator(evaluation, out, config.training.device)
+    evaluator = RunEvaluator(evaluation, out, device)
     with StudyProgress([*runs, *later], measured_tokens=evaluation.windows * sum(evaluation.lengths)) as progress:
         # A contrastive run starts from the weights of a masked one, so that a record of that is not enough.
         recorded = set() if later else {run.name for run in runs if evaluator.record(run) is not None}
@@ -113,6 +113,19 @@ def run_study(config: StudyConfig) -> str:
     return "\n".join([*lines, f"the report is {out / 'report.html'}"])
 
 
+def measuring_device(config: StudyConfig) -> str:
+    """The device that runs are measured on, which is this machine's; an error where they are trained here and it fails.
+
+    Machines of a cluster have GPUs that the one which asks for them may not have.
+    """
+    device = config.training.device
+    if config.engine != "local" and device.startswith("cuda") and not torch.cuda.is_available():
+        log.info("runs are measured here on the CPU: this machine has no GPU")
+        return "cpu"
+    resolve_device(device)
+    return device
+
+
 def results(
     config: StudyConfig,
     runs: list[StudyRun],
@@ -141,6 +154,8 @@ def results(
             missing |= upload(config, run)
         elif (record := evaluator.record(run)) is not None:
             records[run.name] = record
+        else:
+            continue
         progress.measuring_done(run)
     for run in (run for run in later if run.is_finished):
         progress.start(f"retrieving with {run.name}")
@@ -372,9 +387,3 @@ def stored_seconds(out: Path) -> float:
     """The time of all calls of this study before."""
     path = out / SECONDS
     return float(json.loads(path.read_text())["seconds"]) if path.exists() else 0.0
-
-
-def read_outcome(out: Path, run: StudyRun) -> TrainingOutcome | None:
-    """The outcome of a run that this study trained, from its file."""
-    path = out / "training" / f"{run.name}.json"
-    return TrainingOutcome(**json.loads(path.read_text())) if path.exists() else None

@@ -4,6 +4,7 @@ Ray gives every run its cores and GPUs, waits for machines that join later, and 
 the run then goes on from its checkpoint, which is in the study's folder.
 """
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lengthwise.study.engine import Engine, T, TrainingJob, train_to_end
 from lengthwise.study.record import TrainingOutcome
 from lengthwise.study.runs import StudyRun
 
+log = logging.getLogger(__name__)
 PROBE_SECONDS = 600.0
 """How long a machine has to answer: a busy one takes minutes to start a worker."""
 
@@ -25,6 +27,10 @@ class RayEngine(Engine):
     def __init__(self, config: StudyConfig, *, jobs: int) -> None:
         self.jobs, self.cpus = jobs, config.cpus or 1
         self.folder = Path.cwd()
+        # Ray leaves all GPUs visible to a task that reserves none: every run would take the first.
+        self.hides_gpus = config.gpus is None
+        if self.hides_gpus and config.training.device == "auto":
+            log.info("runs are trained without GPUs: --gpus 1 gives one to each")
         self.began = not ray.is_initialized()
         if self.began:
             # A local cluster has room for as many runs as are wanted at a time, whatever the cores. It is asked for by
@@ -40,7 +46,7 @@ class RayEngine(Engine):
 
     def start(self, run: StudyRun, log: Path) -> TrainingJob:
         """Wait for room, then train."""
-        return RayJob(run, self.task.remote(run, log, self.folder, self.cpus))
+        return RayJob(run, self.task.remote(run, log, self.folder, self.cpus, hides_gpus=self.hides_gpus))
 
     def probe(self, function: Any, argument: str) -> list[T]:
         """On every machine that is there now."""
@@ -77,8 +83,10 @@ class RayJob(TrainingJob):
         try:
             outcome: TrainingOutcome = ray.get(self.answer)
         except ray.exceptions.RayError as error:
+            # An error of the task itself is no lost worker, and is not tried again.
+            reason = "its task failed" if isinstance(error, ray.exceptions.RayTaskError) else "its worker was lost"
             lines = str(error).strip().splitlines()
-            return TrainingOutcome(0.0, 0, 0, f"its worker was lost: {lines[-1] if lines else type(error).__name__}")
+            return TrainingOutcome(0.0, 0, 0, f"{reason}: {lines[-1] if lines else type(error).__name__}")
         return outcome
 
     def stop(self) -> None:

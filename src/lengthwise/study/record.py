@@ -17,6 +17,7 @@ from lengthwise.study.runs import StudyRun
 from lengthwise.train.config import MAY_CHANGE
 
 RECORDS = "records"
+TRAINING = "training"
 CURVE = 100
 """Points of a loss curve."""
 
@@ -29,6 +30,22 @@ class TrainingOutcome:
     peak_bytes: int
     threads: int
     failure: str | None = None
+
+
+def outcome_path(out: str | Path, run: StudyRun) -> Path:
+    """Where a study has the outcome of a run that it trained."""
+    return Path(out) / TRAINING / f"{run.name}.json"
+
+
+def write_outcome(path: Path, outcome: TrainingOutcome) -> None:
+    """As one line of JSON."""
+    write_atomic(path, json.dumps(asdict(outcome)) + "\n")
+
+
+def read_outcome(out: str | Path, run: StudyRun) -> TrainingOutcome | None:
+    """The outcome of a run that this study trained, from its file."""
+    content = _content(outcome_path(out, run))
+    return TrainingOutcome(**content) if content else None
 
 
 @dataclass(frozen=True)

@@ -230,8 +230,9 @@ class StudyResults:
             trained, outcome = self.trained.get(run.name), self.outcomes.get(run.name)
             if trained is None:
                 continue
-            peak = f"{outcome.peak_bytes / 2**20:,.0f} MiB" if outcome is not None else "not measured"
-            threads = str(outcome.threads) if outcome is not None else "not measured"
+            peak = threads = "not measured"
+            if outcome is not None and outcome.threads:  # that of a run whose machine was lost has none of it
+                peak, threads = f"{outcome.peak_bytes / 2**20:,.0f} MiB", str(outcome.threads)
             speed = f"{trained.tokens / trained.seconds:,.0f}" if trained.seconds else "-"
             shares = self.skipped.get(run.name, {})
             skipped = ", ".join(f"{share:.0%} at {n:,}" for n, share in shares.items()) or "not measured"

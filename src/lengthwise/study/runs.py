@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lengthwise.encodings.registry import find
-from lengthwise.runs import Run
+from lengthwise.files import appears
+from lengthwise.runs import FINAL, SEAL, Run
 from lengthwise.study.config import HYPOTHESIS_KINDS, StudyConfig
 from lengthwise.train.config import ResolvedTrainConfig, TrainConfig
 from lengthwise.train.setup import model_config
@@ -52,6 +53,10 @@ class StudyRun:
     def is_finished(self) -> bool:
         """Whether its final model is there."""
         return self.run is not None and self.run.is_finished
+
+    def becomes_finished(self) -> bool:
+        """Whether its final model is there, or will be soon: another machine may have written it just now."""
+        return appears(Path(self.config.out) / FINAL / SEAL) and self.is_finished
 
     @property
     def is_being_trained(self) -> bool:

@@ -59,6 +59,7 @@ class SlurmEngine(Engine):
 
     def probe(self, function: Any, argument: str) -> list[T]:
         """On the machine that the queue gives."""
+        log.info("waiting for Slurm to start a job, which tells whether its machine shares the study's folder")
         return [self.executor.submit(function, argument).result()]
 
 

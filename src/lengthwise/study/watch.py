@@ -4,7 +4,7 @@ import sys
 import time
 
 from lengthwise.study.config import StudyConfig
-from lengthwise.study.record import is_recorded
+from lengthwise.study.record import is_recorded, read_outcome
 from lengthwise.study.runs import StudyRun, contrastive_runs, study_runs
 
 SECONDS = 2.0
@@ -23,25 +23,39 @@ def missing_commands(config: StudyConfig) -> list[str]:
 def watch_study(config: StudyConfig) -> str:
     """A table that is written anew until every run has ended; without a terminal once."""
     runs = study_runs(config)
-    while sys.stdout.isatty() and not all(run.is_finished or is_recorded(config.out, run) for run in runs):
+    runs += contrastive_runs(config, runs)
+    while sys.stdout.isatty() and not all(has_ended(run, config.out) for run in runs):
         # The cursor to the start, and all below it empty.
         print(f"\x1b[H\x1b[J{status_table(runs, config.out)}", flush=True)
         time.sleep(SECONDS)
     return status_table(runs, config.out)
 
 
+def has_ended(run: StudyRun, out: str) -> bool:
+    """Whether a study does no more for a run: it is finished, was measured elsewhere, or failed."""
+    return run.is_finished or is_recorded(out, run) or has_failed(run, out)
+
+
+def has_failed(run: StudyRun, out: str) -> bool:
+    """Whether the last try to train it failed, and there is no other yet."""
+    outcome = read_outcome(out, run)
+    return outcome is not None and outcome.failure is not None and not run.is_finished and not run.is_being_trained
+
+
 def status_table(runs: list[StudyRun], out: str) -> str:
     """A line per run: what it does, its steps, loss, held-out loss and speed."""
     recorded = {run.name for run in runs if is_recorded(out, run)}
     rows = [["run", "state", "steps", "loss", "held-out", "tokens/s"]]
-    rows += [_status(run, is_recorded=run.name in recorded) for run in runs]
+    rows += [_status(run, out, is_recorded=run.name in recorded) for run in runs]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     done = sum(run.is_finished or run.name in recorded for run in runs)
+    failed = sum(run.name not in recorded and has_failed(run, out) for run in runs)
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, f"{done} of {len(runs)} runs are finished"])
+    summary = f"{done} of {len(runs)} runs are finished" + (f", {failed} failed" if failed else "")
+    return "\n".join([*lines, summary])
 
 
-def _status(run: StudyRun, *, is_recorded: bool) -> list[str]:
+def _status(run: StudyRun, out: str, *, is_recorded: bool) -> list[str]:
     metrics = run.run.metrics if run.run is not None else []
     steps = f"{run.steps_done:,} of {run.resolved.steps:,}"
     if run.is_finished:
@@ -50,6 +64,8 @@ def _status(run: StudyRun, *, is_recorded: bool) -> list[str]:
         state = "training"
     elif is_recorded:
         return [run.name, "measured", f"{run.resolved.steps:,} of {run.resolved.steps:,}", "", "", ""]
+    elif has_failed(run, out):
+        state = "failed"
     else:
         state = "stopped" if metrics else "waiting"
     if not metrics:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from lengthwise.data.sources import GPT2_TOKENS
 from lengthwise.distributed.sharding import SEGMENT_TOKENS
 from lengthwise.errors import check_int, check_number
 from lengthwise.model import LengthwiseConfig
@@ -65,7 +66,15 @@ class Estimate:
     flops: float
     """Of the whole run, over all devices."""
     seconds: float | None
-    disk: float
+    checkpoints: float
+    """The most that checkpoints and the final model take on disk at a time."""
+    tokens: float | None
+    """Of token files on disk, once for all runs; None where the size of the data is not known."""
+
+    @property
+    def disk(self) -> float:
+        """All that is known of it."""
+        return self.checkpoints + (self.tokens or 0.0)
 
     @property
     def memory(self) -> float:
@@ -121,7 +130,8 @@ def estimate(config: ResolvedTrainConfig, model: LengthwisePreTrainedModel, hard
         micro_batches=-(-own // micro),
         flops=flops,
         seconds=None if rate is None else flops / rate,
-        disk=config.keep * 12.0 * parameters + 4.0 * parameters,
+        checkpoints=checkpoint_bytes(config, parameters, matrices),
+        tokens=token_bytes(config, vocabulary),
     )
     if hardware.memory_gb is not None and needs.memory > (1 - RESERVE) * hardware.memory_gb * GB:
         raise MemoryError(
@@ -142,6 +152,26 @@ def _advice(config: ResolvedTrainConfig) -> str:
         steps.append("--sharded")
     steps.append("--context-parallel")
     return f"use {', '.join(steps)}, or more devices"
+
+
+def checkpoint_count(config: ResolvedTrainConfig) -> int:
+    """How many checkpoints a run makes."""
+    return -(-config.steps // config.checkpoint_every)
+
+
+def checkpoint_bytes(config: ResolvedTrainConfig, parameters: int, matrices: int) -> float:
+    """The most disk at a time: the oldest checkpoint is removed after a new one is whole, and then comes the model."""
+    model = 4.0 * parameters
+    # Weights, and one moment of each of Muon's matrices or two of AdamW's.
+    checkpoint = model + 4.0 * (matrices + 2 * (parameters - matrices))
+    count = checkpoint_count(config)
+    return min(config.keep, count) * checkpoint + (checkpoint if count > config.keep else model)
+
+
+def token_bytes(config: ResolvedTrainConfig, vocabulary: int) -> float | None:
+    """Of the data's token files, whose numbers have two bytes or four; None where the size of the data is not known."""
+    tokens = GPT2_TOKENS.get(config.data)
+    return None if tokens is None else tokens * (2.0 if vocabulary <= 2**16 else 4.0)
 
 
 def layer_bytes(config: LengthwiseConfig, element: int) -> float:
@@ -194,8 +224,7 @@ def describe_needs(config: ResolvedTrainConfig, needs: Estimate, hardware: Hardw
         )
     else:
         lines.append(f"time      {needs.flops:.2g} operations; give --hardware for hours")
-    count = config.steps // config.checkpoint_every + (config.steps % config.checkpoint_every > 0)
-    lines.append(
-        f"disk      {needs.disk / GB:.2f} GB: {count:,} checkpoints, of which {config.keep} are kept, and the model"
-    )
+    tokens = "token files not counted" if needs.tokens is None else f"about {needs.tokens / GB:.2f} of token files"
+    kept = f"{checkpoint_count(config):,} checkpoints, of which {config.keep} are kept, and the model"
+    lines.append(f"disk      {needs.disk / GB:.2f} GB: {needs.checkpoints / GB:.2f} of {kept}; {tokens}")
     return lines
