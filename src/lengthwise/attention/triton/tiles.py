@@ -83,6 +83,7 @@ RULES = (
     Rule(Tile(16, 16, 8, 1), "entries", "float32", "wide"),
     Rule(Tile(32, 32, 8, 1), "entries", "float32"),
     Rule(Tile(32, 32, 4, 1), "entries"),
+    Rule(Tile(16, 32, 8, 2), "decode", "float32", "wide"),
     Rule(Tile(16, 32, 4, 2), "decode", "float32"),
     Rule(Tile(16, 64, 4, 2), "decode"),
     Rule(Tile(16, 16, 8, 1), "keys", "float32", "", "summed"),
