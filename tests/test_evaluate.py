@@ -251,6 +251,7 @@ def test_memory_chooses_the_chunk_and_refuses_with_the_bytes(text, monkeypatch):
 def test_what_several_processes_do_not_share_is_said(monkeypatch, caplog):
     caplog.set_level("INFO")
     monkeypatch.setattr(memory_module, "sharing_processes", lambda: 4)
+    monkeypatch.setattr(memory_module, "least_memory", memory_module.memory_of)
     theirs = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=64))
     for model, length in ((small(), 4000), (small(), 7), (theirs, 4000)):
         fitting_chunk(model, length=length, scored=2, processes=memory_module.sharing(model, length))

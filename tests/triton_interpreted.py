@@ -489,8 +489,8 @@ FAULTS: dict[str, tuple[Callable[[], None], str, str]] = {
     "bits multiplied as integers": (right_in_half, "if F.TARGET == INTERPRETED:", "if F.TARGET == NVIDIA:"),
     "levels without their rest": (
         right_far_out,
-        "level += numbers(t.key_rest + p.bh * z.keys, column, z.keys, WHOLE) - origin.rest",
-        "level += 0 * origin.rest",
+        "rest = (high - (level - change)) - (origin.high + change) + (rest - origin.rest)",
+        "rest = (high - (level - change)) - (origin.high + change)",
     ),
     "a bound that is too generous": (right_when_skipping, "fits = lost <= small", "fits = lost <= 0.03"),
 }

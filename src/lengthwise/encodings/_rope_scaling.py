@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lengthwise.constants import constant
+from lengthwise.bias.constants import constant
 from lengthwise.errors import LARGEST, check_number, describe
 from lengthwise.token_layout import Positions
 

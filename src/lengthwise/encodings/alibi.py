@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lengthwise.bias import Bias, DistanceBias, Index, LevelBias, at_least_float32, has_float64, registered
-from lengthwise.constants import constant
+from lengthwise.bias.constants import constant
 from lengthwise.encodings._table_cache import TableCache, bias_of_distance, by_side
 from lengthwise.encodings.base import AttentionShape, Encoding, Sides, State, Tokens, are_apart
 from lengthwise.errors import check_choice, check_flag

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lengthwise.bias import FunctionBias, Index, registered
-from lengthwise.constants import constant
+from lengthwise.bias.constants import constant
 from lengthwise.encodings._cells import cells_of, checked_columns
 from lengthwise.encodings.alibi import interleaved_slopes
 from lengthwise.encodings.base import AttentionShape, Encoding, State, Tokens

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lengthwise.bias import Bias, DistanceBias, Index, at_least_float32, registered
-from lengthwise.constants import constant
+from lengthwise.bias.constants import constant
 from lengthwise.encodings._table_cache import TableCache, bias_of_distance
 from lengthwise.encodings.alibi import interleaved_slopes
 from lengthwise.encodings.base import AttentionShape, Encoding, State, Tokens

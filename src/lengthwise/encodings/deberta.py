@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from lengthwise.bias import QueryDistanceBias, SumBias
-from lengthwise.constants import constant
+from lengthwise.bias.constants import constant
 from lengthwise.encodings._table_cache import TableCache, is_decoding
 from lengthwise.encodings.base import (
     AttentionShape,

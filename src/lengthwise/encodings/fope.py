@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lengthwise.bias import at_least_float32, widest_dtype
-from lengthwise.constants import Constants
+from lengthwise.bias.constants import Constants
 from lengthwise.encodings._rotary import Waves, check_even, check_turned, plain_frequencies, turn
 from lengthwise.encodings.base import AttentionShape, Encoding, Keys, Queries, State
 from lengthwise.errors import check_flag, check_int, check_number

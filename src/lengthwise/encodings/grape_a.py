@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from lengthwise.bias import FunctionBias, Index, at_least_float32, registered
-from lengthwise.constants import constant
+from lengthwise.bias.constants import constant
 from lengthwise.encodings.alibi import interleaved_slopes
 from lengthwise.encodings.base import AttentionShape, Encoding, State, Tokens, checked_state, every_head, masked_tokens
 from lengthwise.encodings.grape_m import PAPER

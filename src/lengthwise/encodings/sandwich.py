@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lengthwise.bias import Bias, DistanceBias, Index, registered, widest_dtype
-from lengthwise.constants import constant
+from lengthwise.bias.constants import constant
 from lengthwise.encodings._table_cache import TableCache, bias_of_distance
 from lengthwise.encodings.base import AttentionShape, Encoding, State, Tokens
 from lengthwise.errors import check_int

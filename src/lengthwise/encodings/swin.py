@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lengthwise.bias import Bias, DistanceBias, FunctionBias, Index, at_least_float32, picked_columns, registered
-from lengthwise.constants import constant
+from lengthwise.bias.constants import constant
 from lengthwise.encodings._cells import Cells, cells_of, checked_columns
 from lengthwise.encodings.base import AttentionShape, Encoding, State, Tokens
 from lengthwise.errors import check_int

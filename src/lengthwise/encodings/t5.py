@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lengthwise.bias import DistanceBias
-from lengthwise.constants import constant
+from lengthwise.bias.constants import constant
 from lengthwise.encodings._table_cache import TableCache, is_decoding
 from lengthwise.encodings.base import AttentionShape, Encoding, Sides, State, Tokens, are_apart
 from lengthwise.errors import check_int

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.models.bloom.modeling_bloom import BloomAttention, dropout_add
 
 from lengthwise.bias import LevelBias
-from lengthwise.constants import constant
+from lengthwise.bias.constants import constant
 from lengthwise.encodings.alibi import interleaved_slopes
 from lengthwise.model.families.base import AttentionRecord, HookedFamily, key_level_bias, sliced, split_heads, visible
 from lengthwise.model.families.described import Described, by_level, shared
