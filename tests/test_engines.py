@@ -236,6 +236,26 @@ def test_progress_counts_no_run_that_is_still_to_be_trained(tmp_path):
     assert progress.done == {"alibi-1337": 3 + progress.measuring_steps, "learned-1337": 0}
 
 
+def test_the_report_of_a_cluster_grows_while_runs_finish(tmp_path, monkeypatch):
+    config = dataclasses.replace(small(tmp_path), engine="ray")
+    seen = []
+
+    def train_here(waiting, *, finished, **_):
+        for run in waiting:
+            train(run.config)
+            finished(run)
+            seen.append((Path(config.out) / "report.md").read_text())
+        return {}
+
+    monkeypatch.setattr("lengthwise.study.execute.make_engine", lambda *_: LocalPool(1))
+    monkeypatch.setattr("lengthwise.study.execute.train_runs", train_here)
+    run_study(config)
+    early, late = seen
+    assert "| alibi |" in early
+    assert "learned-1337" in early.partition("not trained yet")[0]
+    assert "not trained yet" not in late
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without GPUs is what it is about")
 def test_gpus_of_a_cluster_need_not_be_on_the_machine_that_asks_for_them(tmp_path):
     assert measuring_device(small(tmp_path, engine="slurm", device="cuda")) == "cpu"

@@ -28,19 +28,20 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
-    ("processes", "sharded"),
+    ("processes", "options"),
     [
-        (2, False),
-        pytest.param(2, True, marks=pytest.mark.prove),
-        pytest.param(4, False, marks=pytest.mark.prove),
-        pytest.param(4, True, marks=pytest.mark.prove),
+        (2, {}),
+        pytest.param(2, {"sharded": True}, marks=pytest.mark.prove),
+        pytest.param(2, {"recompute": True}, marks=pytest.mark.prove),
+        pytest.param(4, {}, marks=pytest.mark.prove),
+        pytest.param(4, {"sharded": True}, marks=pytest.mark.prove),
     ],
     ids=str,
 )
-def test_processes_that_share_each_sequence_give_the_losses_of_one(tmp_path, processes, sharded):
+def test_processes_that_share_each_sequence_give_the_losses_of_one(tmp_path, processes, options):
     changes = {"steps": 8, "batch_tokens": 6 * 33, "micro_batch": 2, "separate_documents": True}
     one = small_config(tmp_path, "one", **changes)
-    ring = small_config(tmp_path, "ring", **changes, context_parallel=2, sharded=sharded)
+    ring = small_config(tmp_path, "ring", **changes, context_parallel=2, **options)
     assert in_processes(lambda: train(one)) == [0]
     assert in_processes(lambda: train(ring), processes) == [0] * processes
     assert_close(Run(ring.out), Run(one.out))

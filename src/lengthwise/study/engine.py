@@ -34,7 +34,7 @@ from lengthwise.study.runs import StudyRun
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 POLL_SECONDS = 1.0
-LIBC = ctypes.CDLL(None)
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 """Loaded here, since after a fork a thread that is gone may hold the lock that loading takes."""
 TRAINED_ELSEWHERE = "another process is training it"
 
@@ -299,6 +299,7 @@ class TrainingProcess(TrainingJob):
 
 def _end_with_parent() -> None:
     """A worker that is killed must not leave a run behind that holds its folder: Linux then kills the run too."""
+    assert LIBC is not None
     LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 

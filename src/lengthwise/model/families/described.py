@@ -61,7 +61,7 @@ class Described:
             return swapped_attention(module, q, k, v, None, lengthwise=lengthwise, scaling=scale, dropout=dropout)
         if not isinstance(placed, Placed):
             raise NotImplementedError(f"{type(self).__name__} must be given the mask that its model makes")
-        if dropout and module.training and not self.leaves_out_dropout:
+        if module.training and not self.leaves_out_dropout:
             check_no_dropout(module, dropout, "pass attention_dropout='leave out'")
         places, weights = placed.layout, weights or placed.weights
         if placed.observer is None and not weights and k.shape[2] == places.key_count:
