@@ -132,11 +132,11 @@ def tile_for(kernel: str, dtype: torch.dtype, width: int, load: Load, capability
     if capability is None:
         return Tile(16 if kernel == "decode" else 32, 32, 4, 1)
     precision = "float32" if dtype == torch.float32 else "half"
-    words = kernel, precision, "wide" if width > 64 else "narrow", load.name.lower(), card_of(capability)
+    words = kernel, precision, "wide" if width > 64 else "narrow", load.name.lower(), card_sort(capability)
     return next(rule.tile for rule in RULES if rule.fits(*words))
 
 
-def card_of(capability: tuple[int, int]) -> str:
+def card_sort(capability: tuple[int, int]) -> str:
     """The sort of card that the rules name: 8.0, 8.6, 9, 10 or 12."""
     major, _ = capability
     if major == 8:
