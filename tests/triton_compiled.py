@@ -28,6 +28,8 @@ FEW: list[Case] = [
     *((kind, (8, 0), 64, torch.bfloat16) for kind in ("table", "level")),
     ("table and level", (9, 0), 64, torch.bfloat16),
     ("none", (8, 6), 128, torch.float32),
+    ("line", (8, 9), 64, torch.bfloat16),
+    ("masked", (12, 0), 64, torch.bfloat16),
 ]
 RECORD = Path(__file__).parent / "triton_record.json"
 """Instructions of a far tile, by card, kind, width, precision and kernel; under "triton" the version they are of."""

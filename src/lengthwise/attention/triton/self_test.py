@@ -275,9 +275,11 @@ def _drawn(seed: int, shape: tuple[int, ...] | torch.Size, device: torch.device)
     return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32).to(device)
 
 
-def small_call(kind: Kind, device: torch.device, queries: int, keys: int) -> tuple[AttentionCall, Notes]:
+def small_call(
+    kind: Kind, device: torch.device, queries: int, keys: int, *, batch: int = 2, kv_heads: int = 2
+) -> tuple[AttentionCall, Notes]:
     """A call of a kind, and what its plan knows of it."""
-    start, batch, kv_heads = keys - queries, 2, 2
+    start = keys - queries
     heads = 2 * kv_heads if kind.has("shared keys") else kv_heads
     dtype = next(dtype for dtype, name in DTYPES.items() if name == kind.dtype)
     narrower = 3 * kind.is_narrower
@@ -290,7 +292,7 @@ def small_call(kind: Kind, device: torch.device, queries: int, keys: int) -> tup
     slots = torch.arange(keys, device=device)[None]
     positions = slots * (1 + kind.by_position)
     real = torch.ones(batch, keys, dtype=torch.bool, device=device)
-    real[1, :5] = False
+    real[-1, :5] = False
     layout = TokenLayout.of(
         positions[:, start:],
         positions,
@@ -305,13 +307,13 @@ def small_call(kind: Kind, device: torch.device, queries: int, keys: int) -> tup
         "sink": _drawn(4, (heads,), device) if kind.has("sink") else None,
         "window": 50 if kind.has("window") else (Band(0, 30), Band(40, first=20)) if kind.has("bands") else None,
     }
-    call = checked_call(q, k, v, layout=layout, bias=_bias(kind, layout, heads), return_lse=True, **options)
+    call = checked_call(q, k, v, layout=layout, bias=_bias(kind, layout, batch, heads), return_lse=True, **options)
     notes = {} if kind.by_position else {f"offset.{n}.0": 0 for n in range(kind.tables)}
     notes |= {"shortest": 0} if kind.has("skipping") else {}
     return call, notes | ({"shares": 1 if kind.decoding == "whole" else 3} if kind.decoding else {})
 
 
-def _bias(kind: Kind, layout: TokenLayout, heads: int) -> Bias | None:
+def _bias(kind: Kind, layout: TokenLayout, batch: int, heads: int) -> Bias | None:
     query, key = layout.query, layout.key
     device, queries, keys = key.device, query.shape[1], key.shape[1]
     start = keys - queries
@@ -339,7 +341,7 @@ def _bias(kind: Kind, layout: TokenLayout, heads: int) -> Bias | None:
     if kind.profile:
         side, beyond = kind.profile.split()
         count = kind.profiles - LESS
-        rows = _drawn(40, (2, heads, queries if side == "query" else keys, count), device) / count**0.5
+        rows = _drawn(40, (batch, heads, queries if side == "query" else keys, count), device) / count**0.5
         profiles = _drawn(41, (heads, count, 60), device)
         terms.append(QueryDistanceBias(rows, profiles, query, key, -9, side, beyond))  # type: ignore[arg-type]
     if len(terms) < 2:
