@@ -1,6 +1,6 @@
 """Rivals in one process, in turn, round by round; the ratio of ours to the best of the others, with its interval.
 
-A rival that after a few rounds takes much longer than the best of the others is left out of the rest.
+A rival that after a few rounds takes a tenth longer than the best of the others is left out of the rest.
 """
 
 import json
@@ -16,7 +16,7 @@ from paired import against_limit, median_interval, spread
 
 RESULTS = Path(__file__).parent / "results"
 Job = Callable[[], object]
-FIRST_ROUNDS, MUCH = 4, 1.3
+FIRST_ROUNDS, MUCH = 4, 1.1
 
 
 def ratio_to_best(ours: Job, others: dict[str, Job], rounds: int, limit: float) -> dict[str, object]:
