@@ -109,9 +109,14 @@ def model(files: dict[str, list[dict]]) -> str:
         own = {row["rival"]: form.format(row[number]) for row in rows}
         lines.append(f"| {words} | " + " | ".join(own.get(rival, "") for rival in rivals) + " |")
     born = [rows[0]["born"] for rows in files.values()]
-    runs = dict.fromkeys(f"`{one['command']}` at commit {one['commit']}" for one in born)
-    lines += ["", f"Measured on {born[0]['date']} by {'; '.join(runs)}: {born[0]['machine']}."]
+    lines += ["", _measured(born)]
     return "\n".join(lines)
+
+
+def _measured(born: list[dict]) -> str:
+    """By which commands numbers were measured, when, and on which machine."""
+    runs = dict.fromkeys(f"`{one['command']}` at commit {one['commit']} on {one['date']}" for one in born)
+    return f"Measured by {'; '.join(runs)}: {born[0]['machine']}."
 
 
 def ratios(rows: list[dict]) -> str:
@@ -124,8 +129,7 @@ def ratios(rows: list[dict]) -> str:
         cells = [case, f"{middle:.2f}", " to ".join(f"{end:.2f}" for end in ends), limit and f"{limit:.2f}"]
         lines.append("| " + " | ".join(cell or "" for cell in cells) + " |")
     born = [row["born"] for row in rows]
-    runs = dict.fromkeys(f"`{one['command']}` at commit {one['commit']}" for one in born)
-    lines += ["", f"Measured on {born[0]['date']} by {'; '.join(runs)}: {born[0]['machine']}."]
+    lines += ["", _measured(born)]
     return "\n".join(lines)
 
 
