@@ -17,7 +17,7 @@ from lengthwise.inspect import position_maps
 from lengthwise.loading import load_model, sample_tokens
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 from lengthwise.runs import Run
-from lengthwise.show.gallery import write_gallery
+from lengthwise.show.gallery import section, write_gallery
 from lengthwise.show.options import SEQUENCES
 from lengthwise.show.paper_figures import FIGURES, PaperFigure
 from lengthwise.show.structure import COLOURS, Structure
@@ -209,6 +209,22 @@ def test_the_gallery_states_numbers_of_the_maps(written, tmp_path, monkeypatch):
     monkeypatch.setattr("lengthwise.show.trained_maps.FOLDER", tmp_path / "nothing")
     with pytest.raises(FileNotFoundError, match=r"docs/trained_maps\.py"):
         write_gallery(tmp_path)
+
+
+def test_the_gallery_says_up_to_which_row_the_diagonals_of_fire_are_uniform():
+    (fire,) = (figure for figure in FIGURES if figure.encoding == "fire")
+    maps = load_trained(fire)
+    lines = maps.maps[0].described
+    # Of factor = 1 / (log(|c| L + 1) + 1e-6) in the first rows, and curve = log(|c| distance + 1) at distance 1.
+    c = lines.curve.table[0, 1 - lines.curve.first].double().expm1()
+    learned = float((1 / lines.factor[0, 0].double() - 1e-6).expm1() / c)
+    structure = Structure.of(maps.maps[0])
+    assert structure.uniform_to == int(learned) < maps.maps[0].queries - 1
+    sentence = (
+        f"L is learned, and here it is {int(learned)} (rounded down): rows {int(learned) + 1} to 511 are stretched"
+    )
+    assert sentence in section(fire, maps, structure).replace("\n", " ")
+    assert sentence in (ROOT / "docs/gallery.md").read_text().replace("\n", " ")
 
 
 @pytest.mark.parametrize("name", ["trained_maps", "gallery"])

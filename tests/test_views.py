@@ -2,6 +2,7 @@
 
 import io
 import xml.etree.ElementTree
+from itertools import combinations
 
 import numpy
 import pytest
@@ -16,7 +17,9 @@ from lengthwise.inspect import load_maps, position_maps, position_views
 from lengthwise.inspect.summarize import bias_map
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 from lengthwise.views import LayerMap, PositionMaps, Profile
+from lengthwise.views.estimates_plot import NOT_JUDGED, Estimate, estimates_figure
 from lengthwise.views.figures import compare
+from lengthwise.views.line_plot import Line, lines_figure
 from lengthwise.views.style import colour_scale, in_few_colours, png, save_picture
 
 KINDS = ["alibi", "kerple", "fire-short", "cable", "k-cable", "rope-dynamic", "dapev2-cable"]
@@ -235,3 +238,49 @@ def test_a_file_that_is_broken_or_of_something_else_is_refused(tmp_path):
         load_maps(path)
     with pytest.raises(FileNotFoundError):
         load_maps(tmp_path / "nothing")
+
+
+def long_study(count: int) -> list[Line]:
+    """Lines that end at a few places only, two of them before the others."""
+    lines = [Line(f"rope+self-extend:{i}", [128, 256], [1.0, y := 1 + i % 4], [0.9, y], [1.1, y]) for i in range(count)]
+    return [*lines, Line("learned", [128], [1.0], [0.9], [1.1]), Line("absolute", [128], [1.0], [0.9], [1.1])]
+
+
+def overlap(texts, figure) -> bool:
+    boxes = [text.get_window_extent() for text in texts]
+    assert all(figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1 for box in boxes)
+    return any(a.overlaps(b) for a, b in combinations(boxes, 2))
+
+
+@pytest.mark.parametrize("count", [11, 21, 60])
+def test_of_many_lines_each_has_its_name_at_its_end(count):
+    figure = lines_figure(long_study(count), title="", across="x", up="y", marked=128, whole_bars=True)
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    assert axes.get_legend() is None
+    names = [text for text in axes.texts if text.get_text() != "trained at"]
+    assert not overlap(names, figure)
+    assert [text.get_text() for text in names[-2:]] == ["learned, to 128", "absolute, to 128"]
+    # From the top: the order in which the lines end.
+    ends = [1 + int(text.get_text().partition(":")[2]) % 4 for text in names[:-2]]
+    assert ends == sorted(ends, reverse=True)
+
+
+@pytest.mark.parametrize("count", [2, 6, 21])
+def test_bars_stay_near_their_points(count):
+    figure = lines_figure(long_study(count), title="", across="x", up="y")
+    bars = [x for bar in figure.axes[0].collections for x in bar.get_segments()]
+    places = numpy.log2([segment[0, 0] for segment in bars])
+    assert numpy.abs(places - places.round()).max() <= 0.12 + 1e-9
+
+
+@pytest.mark.parametrize("highest", [0.02, 0.5, 3.5, 12, 150])
+def test_rises_have_labels_apart_and_rows_that_are_not_judged_are_grey(highest):
+    rows = [Estimate("cable", [0.002], (-0.12, 0.01)), Estimate("none", [highest / 2], (0, highest), judged=False)]
+    figure = estimates_figure(rows, title="")
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    assert not overlap(axes.get_xticklabels(), figure)
+    assert [label.get_color() for label in axes.get_yticklabels()] == ["black", NOT_JUDGED]
+    assert [text.get_text() for text in axes.texts] == ["grey: under-trained, not to be judged"]
+    assert not estimates_figure(rows[:1], title="").axes[0].texts

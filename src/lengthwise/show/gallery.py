@@ -76,11 +76,20 @@ def section(figure: PaperFigure, maps: PositionMaps, structure: Structure) -> st
     printed = f" In the paper: {figure.printed}." if figure.printed else ""
     faults = "".join(f" Not as in the paper: {fault}." for fault in structure.deviations(figure))
     text = (
-        f"{figure.caption} {structure.sentence()}{constant}.{printed}{faults} {origin_line(maps.origin)} Licence of "
-        f"the text: {maps.origin['licence']}."
+        f"{figure.caption}{stretched_rows(figure, maps, structure)} {structure.sentence()}{constant}.{printed}{faults} "
+        f"{origin_line(maps.origin)} Licence of the text: {maps.origin['licence']}."
     )
     picture = f"![The {maps.quantity} of {figure.encoding}](gallery/{figure.name}.png)"
     return f"## Figure {figure.number}: {figure.encoding}\n\n{picture}\n\n{textwrap.fill(text, 120)}\n"
+
+
+def stretched_rows(figure: PaperFigure, maps: PositionMaps, structure: Structure) -> str:
+    """Which rows are beyond FIRE's L, as a further sentence; none where all are within it."""
+    limit, last = structure.uniform_to, maps.maps[0].queries - 1
+    if figure.follows != "positions" or limit == last:
+        return ""
+    stretched = f"rows {limit + 1} to {last} are stretched, and there diagonals are not uniform"
+    return f" L is learned, and here it is {limit} (rounded down): {stretched}."
 
 
 def head_table(structures: Mapping[PaperFigure, Structure]) -> str:

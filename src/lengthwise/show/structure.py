@@ -25,6 +25,8 @@ class Structure:
     """The widest range along one diagonal, measured on the map as it is drawn."""
     constant_from: int
     """The distance from which on the mean of every head stays the same, to the last bit."""
+    uniform_to: int
+    """The last query up to which every diagonal of every head is uniform, to the last bit."""
 
     @classmethod
     def of(cls, layer_map: LayerMap) -> "Structure":
@@ -35,12 +37,15 @@ class Structure:
         widths = torch.stack([diagonal.amax(1) - diagonal.amin(1) for diagonal in along])
         profile = layer_map.profile.mean[:, -layer_map.profile.first :]
         changes = (profile != profile[:, -1:]).any(0).nonzero()
+        # A query sees one distance more than the one before it, and for the others the same keys, moved by one.
+        differs = [bool((values[:, i, 1 : i + 1] != values[:, i - 1, :i]).any()) for i in range(1, layer_map.queries)]
         return cls(
             values.where(visible, torch.inf).amin((1, 2)).tolist(),
             values.where(visible, -torch.inf).amax((1, 2)).tolist(),
             layer_map.context_dependence.tolist(),
             widths.amax(0).tolist(),
             int(changes[-1]) + 1 if len(changes) else 0,
+            differs.index(True) if any(differs) else layer_map.queries - 1,
         )
 
     def seen(self, numbers: Sequence[float]) -> list[bool]:

@@ -310,7 +310,7 @@ def far_pictures(results: StudyResults) -> list[Picture]:
     if table is None or far is None:
         return []
     measured = [
-        Estimate(name, rises, interval)
+        Estimate(name, rises, interval, judged=name not in results.under_trained())
         for name in table.names
         if (rises := results.seed_rises(name, far)) and (interval := results.rise_interval(name, far)) is not None
     ]

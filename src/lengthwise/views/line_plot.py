@@ -1,9 +1,12 @@
 """Results against length, step or position: a line per model with its interval, and the training length marked."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from lengthwise.views.style import GREY, LARGE, MIDDLE, SMALL, axes_at, new_figure, write
@@ -13,9 +16,14 @@ MARK, LETTER = 0.4, 0.056
 """Inches that a line's mark in the key takes, and a letter of its name."""
 # Okabe and Ito's colours, which colour-blind readers can tell apart; beyond eight lines the dashes differ.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#8C6D31")
-DASHES = ("-", "--", ":", "-.")
+DASHES = ("-", "--")
 MARKERS = "os^Dvphx"
-APART = 0.03
+KEYED = 12
+"""Of more lines than that each has its name at its end, in the order in which they end, and there is no key."""
+ROW = 0.125
+"""The least height of such a name, in inches."""
+APART, SPREAD = 0.03, 0.24
+"""How far bars at one length stand apart, and the first from the last at most, as a part of a doubling."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +54,16 @@ def lines_figure(
     """
     if not lines:
         raise ValueError("a figure must have at least one line, got none")
+    many = len(lines) > KEYED
+    if many:
+        lines = _in_order(lines)
+    height = max(HEIGHT, ROW * len(lines)) if many else HEIGHT
     key = max(KEY, MARK + LETTER * max(len(line.name) for line in lines))
-    figure = new_figure(LEFT + WIDTH + key, TOP + HEIGHT + BELOW)
+    figure = new_figure(LEFT + WIDTH + key, TOP + height + BELOW)
     write(figure, 0.06, 0.06, title, LARGE)
-    axes = axes_at(figure, LEFT, TOP, WIDTH, HEIGHT)
+    axes = axes_at(figure, LEFT, TOP, WIDTH, height)
     for place, line in enumerate(lines):
-        colour, dash = COLOURS[place % len(COLOURS)], DASHES[place // len(COLOURS) % len(DASHES)]
+        colour, dash = COLOURS[place % len(COLOURS)], "-" if many else DASHES[place // len(COLOURS)]
         marker = MARKERS[place % len(MARKERS)] if lengths else None
         axes.plot(line.x, line.y, dash, color=colour, marker=marker, markersize=3, linewidth=1.1, label=line.name)
     if log:
@@ -59,10 +71,11 @@ def lines_figure(
     # A text that is hard for all models widens every interval alike: the lines fill the figure, bars can leave it.
     if not whole_bars:
         axes.set_ylim(axes.get_ylim())
+    apart = min(APART, SPREAD / max(1, len(lines) - 1))
     for place, line in enumerate(lines):
         if line.low is not None and line.high is not None:
             # Beside one another, a few hundredths of a doubling apart.
-            beside = 2 ** (APART * (place - (len(lines) - 1) / 2)) if lengths else 1.0
+            beside = 2 ** (apart * (place - (len(lines) - 1) / 2)) if lengths else 1.0
             colour = COLOURS[place % len(COLOURS)]
             axes.vlines([beside * x for x in line.x], line.low, line.high, color=colour, alpha=0.45, linewidth=0.8)
     if marked is not None:
@@ -90,8 +103,60 @@ def lines_figure(
     axes.tick_params(which="both", labelsize=SMALL, length=2, width=0.5)
     axes.grid(axis="y", color="0.9", linewidth=0.5)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=SMALL + 0.5, loc="upper left", bbox_to_anchor=(1.01, 1.02), frameon=False)
+    if many:
+        _name_ends(axes, lines, height)
+    else:
+        axes.legend(fontsize=SMALL + 0.5, loc="upper left", bbox_to_anchor=(1.01, 1.02), frameon=False)
     return figure
+
+
+def _in_order(lines: Sequence[Line]) -> list[Line]:
+    """As they end, the greatest first; then those that end before the others, with where they end in the name."""
+    last = max(line.x[-1] for line in lines)
+    named = [line if line.x[-1] == last else replace(line, name=f"{line.name}, to {line.x[-1]:,.0f}") for line in lines]
+    return sorted(named, key=lambda line: (line.x[-1], line.y[-1]), reverse=True)
+
+
+def _name_ends(axes: Axes, lines: Sequence[Line], height: float) -> None:
+    """The name of each line at the right, as near to its end as the others allow, and a thin line between the two.
+
+    The names of lines that end before the others stand at the bottom, with no thin line.
+    """
+    axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())  # no more scaling: the ends stay where they are
+    to_axes = axes.transData + axes.transAxes.inverted()
+    ends = [tuple(map(float, to_axes.transform((line.x[-1], line.y[-1])))) for line in lines]
+    is_whole = [line.x[-1] == lines[0].x[-1] for line in lines]
+    wanted = [
+        (up if math.isfinite(up) else 1.0) if whole else 0.0 for (_, up), whole in zip(ends, is_whole, strict=True)
+    ]
+    for place, label in enumerate(_spread(wanted, ROW / height)):
+        colour, right = COLOURS[place % len(COLOURS)], axes.transAxes
+        name = axes.text(1.1, label, lines[place].name, color=colour, size=SMALL + 0.5, va="center", transform=right)
+        name.set_parse_math(False)
+        if is_whole[place]:
+            x, y = [ends[place][0], 1.02, 1.09], [wanted[place], wanted[place], label]
+            axes.add_line(Line2D(x, y, color=colour, linewidth=0.5, alpha=0.6, transform=right, clip_on=False))
+
+
+def _spread(places: Sequence[float], apart: float) -> list[float]:
+    """Falling places between 0 and 1, moved as little as it takes to stand apart.
+
+    >>> _spread([0.9, 0.5, 0.5, 0.0], 0.2)
+    [0.9, 0.6, 0.4, 0.0]
+    """
+    groups: list[list[float]] = []  # those of a group stand side by side, about their mean
+    for place in places:
+        groups.append([place])
+        while len(groups) > 1 and _top(groups[-1], apart) > _top(groups[-2], apart) - apart * len(groups[-2]) + 1e-9:
+            last = groups.pop()
+            groups[-1] += last
+    return [round(_top(group, apart) - apart * number, 9) for group in groups for number in range(len(group))]
+
+
+def _top(group: Sequence[float], apart: float) -> float:
+    """Where the first of a group stands, so that all of them are between 0 and 1."""
+    length = apart * (len(group) - 1)
+    return min(max(sum(group) / len(group) + length / 2, length), 1.0)
 
 
 def _plain(value: float, place: int) -> str:
