@@ -17,9 +17,11 @@ study: $(VENV)/ready
 	$(BIN)/lengthwise study
 
 study-full: $(VENV)/ready
-	$(BIN)/lengthwise study --config configs/studies/full-stdlib.yaml --out $(OUT)-stdlib
+	$(BIN)/lengthwise study --config configs/studies/one-rate.yaml --out $(OUT)-one-rate
+	$(BIN)/lengthwise study --config configs/studies/full-stdlib.yaml --out $(OUT)-stdlib --beside $(OUT)-one-rate
 	test -e wikipedia.jsonl || $(BIN)/python docs/wikipedia.py wikipedia.jsonl
 	$(BIN)/lengthwise study --config configs/studies/full-wikipedia.yaml --out $(OUT)-wikipedia
+	$(BIN)/lengthwise study --config configs/studies/full-tasks.yaml --out $(OUT)-tasks
 
 test: check
 	$(BIN)/pytest -n auto -m "not prove"

@@ -154,11 +154,11 @@ def study(results: dict) -> str:
     ]
     for row in results["rows"]:
         values = [row["values"][str(n)] for n in lengths]
-        near, away = row["values"][str(length)], row["values"][far]
+        rise = _rise(row, str(length), far)
         cells = [
             row["encoding"] + (" (under-trained)" if row["under_trained"] else ""),
             *("-" if value is None else f"{value:.1f}" for value in values),
-            "-" if near is None or away is None else f"{away / near - 1:+.1%}",
+            "-" if rise is None else f"{rise:+.1%}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     born, settings = results["born"], results["settings"]
@@ -167,10 +167,23 @@ def study(results: dict) -> str:
         f"In {'; '.join(results['notes'][:2])}. Trained at {length} tokens, {settings['steps']} steps of "
         f"{settings['batch_tokens']:,} tokens, {settings['optimizer']}, each encoding at the rates chosen for it; "
         "*under-trained* is more than a quarter above the best there, and not to be judged beyond. "
-        f"`{born['command']}` on {born['date']}: {born['machine']}, torch {born['versions']['torch']}, Python "
-        f"{born['versions']['python']}{_version(results)}. [The whole report](docs/results/{STUDY}/report.md).",
+        f"`{born['command']}`{_commit(born)} on {born['date']}: {born['machine']}, torch "
+        f"{born['versions']['torch']}, Python {born['versions']['python']}{_version(results)}. "
+        f"[The whole report](docs/results/{STUDY}/report.md).",
     ]
     return "\n".join(lines)
+
+
+def _rise(row: dict, length: str, far: str) -> float | None:
+    """The mean over seeds of each one's rise; of a report that does not have them, of one seed, by its values."""
+    if seeds := row.get("rise", {}).get("seeds"):
+        return sum(seeds) / len(seeds)
+    near, away = row["values"][length], row["values"][far]
+    return None if near is None or away is None else away / near - 1
+
+
+def _commit(born: dict) -> str:
+    return f" at commit {born['commit']}" if born.get("commit") else ""
 
 
 def _version(results: dict) -> str:

@@ -10,6 +10,8 @@ from results import stored_results
 
 STUDIES = {"full-stdlib": "Python's library", "full-wikipedia": "Wikipedia"}
 """The stored studies, and their texts in words."""
+DATA = {"stdlib": "Python's library", "wikipedia.jsonl": "Wikipedia"}
+"""The data on which rates may have been chosen, in words."""
 WIDTH = 120
 HOLDS, BREAKS = 0.03, 0.20
 """Up to which rise at the far length an encoding holds, and from which on it breaks."""
@@ -17,21 +19,28 @@ HOLDS, BREAKS = 0.03, 0.20
 
 @dataclass(frozen=True)
 class Judged:
-    """What all texts say about an encoding."""
+    """What the texts say about an encoding."""
 
     name: str
-    rows: tuple[dict, ...]
-    """Its row of each study."""
+    rows: tuple[dict | None, ...]
+    """Its row of each study; None where that has none."""
+    place: float
+    """Its mean place at the training length, from 0, the best, to 1."""
+
+    @property
+    def measured(self) -> list[dict]:
+        """Its rows of the studies that have it."""
+        return [row for row in self.rows if row is not None]
 
     @property
     def rises(self) -> list[list[float] | None]:
-        """The interval of its rise on each text; None where it was not measured that far."""
-        return [row.get("rise", {}).get("interval") for row in self.rows]
+        """The interval of its rise on each text that has it; None where it was not measured that far."""
+        return [row.get("rise", {}).get("interval") for row in self.measured]
 
     @property
     def verdict(self) -> str:
-        """Held or broken only where the intervals of all texts agree."""
-        if any(row["under_trained"] for row in self.rows):
+        """Held or broken only where the intervals of all texts that have it agree."""
+        if any(row["under_trained"] for row in self.measured):
             return "not judged: it learned too little"
         if any(rise is None for rise in self.rises):
             return "ends at the training length"
@@ -44,7 +53,7 @@ class Judged:
     @property
     def rescores(self) -> bool:
         """Whether it replaces the scores."""
-        return any(row["rescores"] for row in self.rows)
+        return any(row["rescores"] for row in self.measured)
 
     @property
     def is_level(self) -> bool:
@@ -52,16 +61,24 @@ class Judged:
 
         One that leaves the scores as they are is compared with the best of those alone.
         """
-        gaps = [row["above_best" if self.rescores else "above_best_unchanged"] for row in self.rows]
-        return all(gap is None or gap["interval"][0] <= 0 for gap in gaps)
+        sort = "best" if self.rescores else "best_unchanged"
+        gaps = [row[f"above_{sort}"] for row in self.measured if not row[f"is_{sort}"]]
+        return all(gap is not None and gap["interval"][0] <= 0 for gap in gaps)
 
 
 def judge(studies: dict[str, dict]) -> list[Judged]:
-    """The encodings that every study has, best first."""
+    """The encodings of all studies, best first, by their mean place: nats of two tokenizers are not added."""
     by_study = [{row["encoding"]: row for row in study["rows"]} for study in studies.values()]
-    names = [name for name in by_study[0] if all(name in rows for rows in by_study)]
-    judged = [Judged(name, tuple(rows[name] for rows in by_study)) for name in names]
-    return sorted(judged, key=lambda one: sum((row["above_best"] or {"value": 0.0})["value"] for row in one.rows))
+    orders = [sorted(rows, key=lambda name, rows=rows: _gap(rows[name])) for rows in by_study]
+    judged = []
+    for name in dict.fromkeys(name for rows in by_study for name in rows):
+        places = [order.index(name) / max(1, len(order) - 1) for order in orders if name in order]
+        judged.append(Judged(name, tuple(rows.get(name) for rows in by_study), _mean(places)))
+    return sorted(judged, key=lambda one: one.place)
+
+
+def _gap(row: dict) -> float:
+    return row["above_best"]["value"] if row["above_best"] is not None else 0.0
 
 
 def page(studies: dict[str, dict]) -> str:
@@ -69,17 +86,15 @@ def page(studies: dict[str, dict]) -> str:
     judged = judge(studies)
     first = next(iter(studies.values()))
     length, far = first["train_length"], next(row["rise"]["length"] for row in first["rows"] if "rise" in row)
-    seeds = min(len(study["seeds"]) for study in studies.values())
-    over = f"{seeds} seeds, by Student's t" if seeds > 1 else "documents, one seed"
     texts = [STUDIES[name] for name in studies]
     level = [one for one in judged if one.is_level]
     holding = [one for one in judged if one.verdict == "holds"]
     both = [one for one in holding if one.is_level]
     rule = (
         f"By rule, from the stored studies on {' and '.join(texts)}: models of 2 million weights, trained at {length} "
-        "tokens, each encoding at the learning rates chosen for it, 95 % intervals over "
-        f"{over}. An encoding *holds* if the interval of its rise at {far:,} tokens, on the same tokens, ends at "
-        f"{HOLDS:.0%} or below on every text, and *breaks* if it begins above {BREAKS:.0%} on every text. It is "
+        f"tokens, each encoding at the learning rates chosen for it, with 95 % intervals ({_intervals(studies)}). "
+        f"{_rates(studies)}An encoding *holds* if the interval of its rise at {far:,} tokens, on the same tokens, ends "
+        f"at {HOLDS:.0%} or below on every text, and *breaks* if it begins above {BREAKS:.0%} on every text. It is "
         "*level* with the best at the training length if no text's interval of their difference lies above 0; one "
         "that leaves the scores as they are is compared with the best of those. `dape`, `dapev2` and `cope` replace "
         "the scores, which takes longer: up to five times attention without a bias, "
@@ -99,11 +114,14 @@ def page(studies: dict[str, dict]) -> str:
     ):
         if any(one.verdict == verdict for one in judged):
             answers.append(f"{words}: {_names(judged, verdict)}.")
+    answers += _missing(studies, judged)
     head = ["encoding", *(f"{text}: nats above best" for text in texts), *(f"{text}: rise" for text in texts), "beyond"]
     reports = ", ".join(f"[{STUDIES[name]}](results/{name}/report.md)" for name in studies)
     origin = (
-        f"In brackets the intervals; the rise is at {far:,} tokens. The reports, with speed, memory, bits per byte and "
-        f"every command: {reports}. This page is written by `make table`."
+        f"In brackets the intervals; the rise is at {far:,} tokens, a mean over seeds. Nats are per token of each "
+        "text's own tokenizer, so the order is by the mean place on the texts. "
+        f"The reports, with speed, memory, bits per byte and every command: {reports}. "
+        f"{_versions(studies)}This page is written by `make table`."
     )
     limits = (
         "What it cannot say: whether the same holds for larger models and more text (the paper's tables, of 354 "
@@ -124,15 +142,62 @@ def page(studies: dict[str, dict]) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
+def _intervals(studies: dict[str, dict]) -> str:
+    """What the intervals of each text are over, from the seeds that were measured."""
+    words = []
+    for name, study in studies.items():
+        counts = sorted({row["seeds_measured"] for row in study["rows"]})
+        several = [count for count in counts if count > 1]
+        numbers = " to ".join(map(str, dict.fromkeys([several[0], several[-1]]))) if several else ""
+        over = [f"by Student's t over {numbers} seeds"] if several else []
+        over += ["of one seed over documents"] if 1 in counts else []
+        words.append(f"{STUDIES[name]}: {', '.join(over)}")
+    return "; ".join(words)
+
+
+def _rates(studies: dict[str, dict]) -> str:
+    """On which text the learning rates were chosen, and which texts nothing was chosen on."""
+    chosen = dict.fromkeys(data for study in studies.values() for data in study["rates"]["chosen_on"])
+    if not chosen:
+        return ""
+    tests = [STUDIES[name] for name, study in studies.items() if study["rates"]["is_test"]]
+    only = f"nothing was chosen on {_named(tests)}" if tests else "there is no text here that nothing was chosen on"
+    return f"The rates were chosen on {_named([DATA.get(data, data) for data in chosen])}; {only}. "
+
+
+def _missing(studies: dict[str, dict], judged: list[Judged]) -> list[str]:
+    """Which encodings a text lacks, so that what is said of them is from the others."""
+    answers = []
+    for number, name in enumerate(studies):
+        if missing := [one.name for one in judged if one.rows[number] is None]:
+            words = f"**Not measured on {STUDIES[name]} so far**, so judged without it and no best of it"
+            answers.append(f"{words}: {_named(missing)}.")
+    return answers
+
+
+def _versions(studies: dict[str, dict]) -> str:
+    others = {STUDIES[name]: study.get("of_another_version") for name, study in studies.items()}
+    return "".join(
+        f"{text} was measured with Lengthwise {version}, which is not this version. "
+        for text, version in others.items()
+        if version is not None
+    )
+
+
 def _cells(one: Judged) -> list[str]:
-    above = [row["above_best"] for row in one.rows]
-    rises = zip(one.rows, one.rises, strict=True)
-    return [
-        one.name,
-        *("best" if gap is None else _with_interval(gap["value"], gap["interval"], "+.3f") for gap in above),
-        *("-" if ends is None else _with_interval(_mean(row["rise"]["seeds"]), ends, "+.1%") for row, ends in rises),
-        one.verdict,
-    ]
+    return [one.name, *map(_above_cell, one.rows), *map(_rise_cell, one.rows), one.verdict]
+
+
+def _above_cell(row: dict | None) -> str:
+    if row is None or (row["above_best"] is None and not row["is_best"]):
+        return "-"
+    gap = row["above_best"]
+    return "best" if gap is None else _with_interval(gap["value"], gap["interval"], "+.3f")
+
+
+def _rise_cell(row: dict | None) -> str:
+    ends = None if row is None else row.get("rise", {}).get("interval")
+    return "-" if row is None or ends is None else _with_interval(_mean(row["rise"]["seeds"]), ends, "+.1%")
 
 
 def _mean(values: list[float]) -> float:

@@ -32,7 +32,7 @@ from lengthwise.study.engine import (
     train_to_end,
 )
 from lengthwise.study.engines import make_engine
-from lengthwise.study.execute import RunEvaluator, evaluation_of, measuring_device, results, run_study
+from lengthwise.study.execute import RunEvaluator, StudyClock, evaluation_of, measuring_device, results, run_study
 from lengthwise.study.record import TrainingOutcome, outcome_path, write_outcome
 from lengthwise.study.runs import contrastive_runs, study_runs
 from lengthwise.study.upload import upload_run
@@ -202,6 +202,60 @@ def test_a_run_that_cannot_be_started_and_a_report_that_cannot_be_written_end_no
     assert finished == ["rope-1337", "none-1337"]
 
 
+class TwoAtATime(Engine):
+    """Runs that end when they are asked a second time; what works at the same time is counted."""
+
+    jobs = 2
+
+    def __init__(self):
+        self.working, self.most, self.events, self.lock = 0, 0, [], threading.Lock()
+
+    def begin(self, event):
+        with self.lock:
+            self.events.append(event)
+            self.working += 1
+            self.most = max(self.most, self.working)
+
+    def end(self):
+        with self.lock:
+            self.working -= 1
+
+    def start(self, run, log):
+        self.begin(f"train {run.encoding}")
+        job, asked = AtOnce(run), []
+
+        def outcome():
+            asked.append(run)
+            if len(asked) < 2:
+                return None
+            self.end()
+            return AtOnce.outcome(job)
+
+        job.outcome = outcome
+        return job
+
+
+def test_a_run_is_measured_when_it_has_ended_and_takes_the_place_of_one_that_would_train(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("lengthwise.study.engine.POLL_SECONDS", 0.001)
+    encodings = ["alibi", "rope", "none", "fire", "kerple"]
+    engine, runs = TwoAtATime(), study_runs(small(tmp_path, encodings=encodings))
+
+    def measure(run):
+        engine.begin(f"measure {run.encoding}")
+        time.sleep(0.05)
+        engine.end()
+        if run.encoding == "rope":
+            raise OSError("no space left")
+
+    with StudyProgress(runs) as progress:
+        ended = train_runs(runs, out=tmp_path, engine=engine, progress=progress, measure=measure)
+    assert [outcome.failure for outcome in ended.values()] == [None] * 5
+    assert engine.most == 2, "never more than jobs"
+    assert [event.split()[1] for event in engine.events if event.startswith("measure")] == encodings
+    assert engine.events.index("measure alibi") < engine.events.index("train fire"), "not after all of them"
+    assert "rope-1337 could not be measured: no space left" in caplog.text
+
+
 class OnAnotherDisk(Engine):
     """An engine whose machine finishes every run but the last where this machine does not see it."""
 
@@ -232,7 +286,7 @@ def test_progress_counts_no_run_that_is_still_to_be_trained(tmp_path):
     evaluator = RunEvaluator(evaluation_of(config, runs[0]), Path(config.out), "cpu")
     with StudyProgress(runs, measured_tokens=900) as progress:
         assert progress.measuring_steps == 4
-        results(config, runs, [], evaluator, {}, 0.0, progress)
+        results(config, runs, [], evaluator, {}, StudyClock(Path(config.out)), progress)
     assert progress.done == {"alibi-1337": 3 + progress.measuring_steps, "learned-1337": 0}
 
 

@@ -24,6 +24,7 @@ from lengthwise.evaluate import table as table_module
 from lengthwise.evaluate.corpus import PROTOCOLS, plan_text_windows
 from lengthwise.evaluate.losses import token_losses
 from lengthwise.evaluate.memory import bytes_needed, fitting_chunk
+from lengthwise.evaluate.statistics import t_interval
 from lengthwise.evaluate.table import length_figure, rise_figure
 from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.model.families import max_length
@@ -393,11 +394,50 @@ def test_a_paired_change_is_the_ratio_of_two_lengths_and_needs_the_same_tokens(t
 
 def test_seeds_share_a_row_and_its_figure_is_their_mean_loss(text):
     scores = [score_lengths(small(name), text, [12], name=name)[0] for name in ("alibi", "kerple", "none")]
-    table = LengthTable(scores, rows={"alibi": "all", "kerple": "all", "none": "all"})
+    table = LengthTable(scores, rows={score.name: ("all", seed) for seed, score in enumerate(scores)})
     assert table.names == ["all"]
     assert math.log(table.cell("all", 12).value) == pytest.approx(np.mean([score.loss for score in scores]))
-    assert any("resample documents and 3 seeds, which is narrower than Student's t" in line for line in table.notes())
+    assert "95 % intervals by Student's t over 3 seeds" in table.notes()
+    low, high = t_interval([score.loss for score in scores])
+    assert table.cell("all", 12).interval == pytest.approx((math.exp(low), math.exp(high)))
+    with pytest.raises(ValueError, match="names and seeds must differ in one table, got 'kerple' twice"):
+        LengthTable(scores, rows={score.name: ("all", 1) for score in scores})
     assert not any("seeds" in line for line in LengthTable(scores).notes()), "one seed has an interval over documents"
+
+
+def seeded(losses):
+    """A table of scores by row, seed and length, each of four documents of ten tokens with this loss on average."""
+    scores, rows = [], {}
+    for (row, seed), by_length in losses.items():
+        name = f"{row}-{seed}"
+        rows[name] = (row, seed)
+        for length, loss in by_length.items():
+            nats = [10 * loss + shift for shift in (-1.0, 0.0, 0.5, 0.5)]
+            scores.append(Score(name, length, "fair", "x", "y", "same", [0, 1, 2, 3], nats, [10] * 4, [40] * 4))
+    return LengthTable(scores, rows=rows)
+
+
+def test_seeds_are_paired_by_their_number_and_two_or_more_have_an_interval_by_student_s_t():
+    first = {("a", 1): {8: 2.0, 16: 2.1}, ("a", 2): {8: 2.2, 16: 2.5}, ("a", 3): {8: 1.9, 16: 2.0}}
+    table = seeded(first | {("b", 2): {8: 2.0, 16: 2.0}, ("b", 3): {8: 1.8, 16: 2.0}, ("c", 3): {8: 1.0, 16: 1.0}})
+    value, interval = table.change("a", 16, 8)
+    assert value == pytest.approx(np.mean([0.1, 0.3, 0.1]))
+    assert interval == pytest.approx(t_interval([0.1, 0.3, 0.1]))
+    rises = [math.expm1(change) for change in (0.1, 0.3, 0.1)]
+    assert table.rises("a", 16, 8) == pytest.approx(dict(zip((1, 2, 3), rises, strict=True)))
+    value, interval = table.rise("a", 16, 8)
+    assert (value, interval) == (pytest.approx(np.mean(rises)), pytest.approx(t_interval(rises)))
+    value, interval = table.difference("a", "b", 8)
+    assert (value, interval) == (pytest.approx(0.15), pytest.approx(t_interval([0.2, 0.1])))
+    assert (table.paired_seeds("a", "b", 8), table.paired_seeds("a", "c", 8)) == (2, 1)
+    value, interval = table.difference("a", "c", 8)
+    assert value == pytest.approx(0.9), "of seed 3 alone"
+    assert interval == pytest.approx((0.9, 0.9)), "over documents, all of which differ alike"
+    assert "95 % intervals by Student's t over 2 to 3 seeds, of one score over documents" in table.notes()
+    apart = seeded({("a", 1): {8: 2.0}, ("b", 2): {8: 2.0}})
+    with pytest.raises(ValueError, match="with the same seed"):
+        apart.difference("a", "b", 8)
+    assert png(rise_figure(table, train_length=8))
 
 
 @pytest.mark.parametrize(

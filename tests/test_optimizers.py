@@ -13,7 +13,7 @@ from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 from lengthwise.runs import Run
 from lengthwise.study import StudyConfig
 from lengthwise.study.record import TrainingOutcome
-from lengthwise.study.tune import rate_ladder, with_tuned_rates
+from lengthwise.study.tune import SEED, rate_ladder, with_tuned_rates
 from lengthwise.train import TrainConfig, train
 from lengthwise.train.optimizers import Optimizers
 
@@ -152,7 +152,7 @@ def test_every_encoding_has_as_many_tries_and_the_best_is_chosen(tmp_path, monke
         return None
 
     monkeypatch.setattr("lengthwise.study.tune.train_runs", train_here)
-    training = small_config(tmp_path, optimizer="muon", data=rows_of_text(tmp_path))
+    training = small_config(tmp_path, optimizer="muon", data=rows_of_text(tmp_path), final_learning_rate=None)
     config = StudyConfig(
         out=str(tmp_path / "study"), encodings=["t5-clamped", "none"], tune_steps=4, training=training, jobs=1
     )
@@ -162,6 +162,7 @@ def test_every_encoding_has_as_many_tries_and_the_best_is_chosen(tmp_path, monke
     assert len({run.learning_rate for run in ladders["none"]}) == 6
     tuned = with_tuned_rates(config)
     content = json.loads((tmp_path / "study" / "tuning.json").read_text(), parse_constant=pytest.fail)
+    assert (content["data"], content["seed"]) == (training.data, SEED), "what a report says of a test"
     for name in config.encodings:
         # The fourth rung diverges, so that the two below the third are tried.
         third, diverged, *below = content["tries"][name]

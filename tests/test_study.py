@@ -20,9 +20,13 @@ import yaml
 
 import lengthwise
 from lengthwise.cli import main, study_parser
+from lengthwise.encodings import ENCODINGS
+from lengthwise.evaluate import LengthTable, Score
 from lengthwise.evaluate import run as evaluate_run
 from lengthwise.evaluate import table as table_module
-from lengthwise.evaluate.statistics import Interval
+from lengthwise.evaluate.statistics import Interval, t_interval, wilson
+from lengthwise.evaluate.tasks import TaskScore
+from lengthwise.files import command_line
 from lengthwise.runs import Run
 from lengthwise.study import engine, execute
 from lengthwise.study.config import StudyConfig
@@ -33,7 +37,7 @@ from lengthwise.study.execute import (
     train_runs,
 )
 from lengthwise.study.record import TrainingOutcome, is_recorded, read_outcome
-from lengthwise.study.report import paper_rows, paper_tables
+from lengthwise.study.report import hypothesis_words, paper_rows, paper_tables, summary, task_rows
 from lengthwise.study.results import JudgedHypothesis, StudyResults
 from lengthwise.study.runs import contrastive_runs, study_runs
 from lengthwise.study.watch import missing_commands, watch_study
@@ -114,16 +118,23 @@ def test_stored_records_are_of_the_runs_that_the_full_study_would_train_today(te
 
 
 def test_the_page_on_which_encoding_to_use_says_only_what_the_intervals_of_all_texts_allow(monkeypatch):
-    def row(encoding, gap, rise, under_trained=False):
+    def row(encoding, gap, rise, under_trained=False, seeds=3):
         above = None if gap is None else {"value": sum(gap) / 2, "interval": gap}
         # cope replaces the scores, and is the best of all.
         best = {"above_best": above and {"value": 1.0, "interval": [0.9, 1.1]}, "above_best_unchanged": above}
         far = {"length": 1024, "seeds": [] if rise is None else [sum(rise) / 2], "interval": rise}
-        own = {"rise": far, "under_trained": under_trained, "rescores": encoding == "cope"}
-        return {"encoding": encoding, **best, **own}
+        own = {"rise": far, "under_trained": under_trained, "rescores": encoding == "cope", "seeds_measured": seeds}
+        return {
+            "encoding": encoding,
+            "is_best": encoding == "cope",
+            "is_best_unchanged": encoding == "cable",
+            **best,
+            **own,
+        }
 
-    def study(*rows):
-        return {"train_length": 128, "seeds": [1, 2, 3], "rows": list(rows)}
+    def study(*rows, is_test=False):
+        rates = {"chosen_on": ["stdlib"], "is_test": is_test}
+        return {"train_length": 128, "rows": list(rows), "rates": rates}
 
     best = row("cable", [0.0, 0.0], [0.0, 0.02])
     rescored = row("cope", None, [0.0, 0.01])
@@ -134,7 +145,8 @@ def test_the_page_on_which_encoding_to_use_says_only_what_the_intervals_of_all_t
         for name, alibi in (("full-stdlib", (behind, [0, 0.01])), ("full-wikipedia", ([-0.1, 0.1], [0, 0.04])))
     }
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "docs")
-    page = " ".join(importlib.import_module("which_encoding").page(studies).split())
+    write = importlib.import_module("which_encoding").page
+    page = " ".join(write(studies).split())
     both = "cable and kerple; with the scores replaced, cope."
     assert f"hold {both} Of these, level with the best at the training length: {both}" in page
     assert f"level with the best at 128 tokens: {both}" in page
@@ -143,6 +155,20 @@ def test_the_page_on_which_encoding_to_use_says_only_what_the_intervals_of_all_t
     assert "**No positions beyond the training length**: learned." in page
     assert "in as many tries: none." in page
     assert "| cope | best | best | +0.5% (+0.0% to +1.0%) | +0.5% (+0.0% to +1.0%) | holds |" in page
+    assert "(Python's library: by Student's t over 3 seeds; Wikipedia: by Student's t over 3 seeds)" in page
+    assert "The rates were chosen on Python's library; there is no text here that nothing was chosen on." in page
+    # A text with other seeds, without two of the encodings, of another version, and on which nothing was chosen.
+    other = study(row("rope", behind, broken, seeds=1), best, row("alibi", behind, [0, 0.01]), rescored, is_test=True)
+    studies["full-wikipedia"] = other | {"of_another_version": "0.0.9"}
+    page = " ".join(write(studies).split())
+    assert "Wikipedia: by Student's t over 3 seeds, of one seed over documents)" in page
+    assert "chosen on Python's library; nothing was chosen on Wikipedia." in page
+    assert "**Not measured on Wikipedia so far**, so judged without it" in page
+    assert "and no best of it: kerple, learned and none." in page
+    assert "| kerple | +1.000 (+0.900 to +1.100) | - | " in page
+    assert "% (+1.0% to +2.9%) | - | holds |" in page
+    assert "Wikipedia was measured with Lengthwise 0.0.9, which is not this version." in page
+    assert "Nats are per token of each text's own tokenizer" in page
 
 
 def test_an_encoding_that_replaces_the_scores_is_no_measure_of_what_the_others_learned(tmp_path, monkeypatch):
@@ -153,6 +179,7 @@ def test_an_encoding_that_replaces_the_scores_is_no_measure_of_what_the_others_l
     results = StudyResults(config, study_runs(config), None, [], {}, {}, {}, 0.0)
     assert (results.best, results.best_unchanged) == ("kerple+dape", "cable")
     assert results.under_trained() == ["none"]
+    assert results.behind() == ["rope", "none"]
 
 
 def test_a_study_writes_one_report_that_opens_offline_and_never_repeats_what_is_done(tmp_path, in_process):
@@ -215,6 +242,166 @@ def test_seeds_stand_beside_each_other_and_hypotheses_are_judged_by_their_interv
         study_runs(small(tmp_path, hypotheses={"alibi": {"below": 1.0}}))
     with pytest.raises(ValueError, match="ndcg_below is a hypothesis on retrieval, got a study without --retrieval"):
         study_runs(small(tmp_path, hypotheses={"alibi": {"ndcg_below": 0.0}}))
+
+
+def test_a_missing_seed_leaves_its_column_empty_and_everything_counts_the_seeds_that_were_measured(
+    tmp_path, in_process
+):
+    changes = {"encodings": ["alibi", "none"], "hypotheses": {"alibi": {"at_most": 9.0}}}
+    run_study(small(tmp_path, seeds=[1, 2, 3], **changes))
+    out = tmp_path / "out"
+    shutil.rmtree(out / "runs/alibi-1")
+    (out / "records/alibi-1.json").unlink()
+    run_study(small(tmp_path, seeds=[1, 2, 3], train=False, **changes))
+    content = json.loads((out / "study.json").read_text())
+    sections = {section["title"]: section for section in content["sections"]}
+    rows = {row["encoding"]: row for row in content["rows"]}
+    head, alibi, none = sections["Seeds"]["table"]
+    rises = [f"{rise:+.1%}" for rise in rows["alibi"]["rise"]["seeds"]]
+    assert head[1:4] == ["seed 1", "seed 2", "seed 3"]
+    assert alibi[:4] == ["alibi", "-", *rises]
+    assert "-" not in none[:4]
+    assert rows["alibi"]["rise"]["seed_numbers"] == [2, 3]
+    assert [rows[name]["seeds_measured"] for name in ("alibi", "none")] == [2, 3]
+    assert "2 encodings, 2 to 3 seeds each" in sections["Summary"]["paragraphs"][0]
+    for title in ("Rise on the same tokens", "95 % intervals"):
+        assert "by Student's t over 2 to 3 seeds." in sections[title]["paragraphs"][0], title
+    for title in ("Above the best at 32 tokens", "Paired differences on the same tokens"):
+        assert "by Student's t over 2 seeds" in sections[title]["paragraphs"][0], title
+    # The table, the sentence and the JSON have one rise: a mean over seeds of each one's.
+    mean = sum(rows["alibi"]["rise"]["seeds"]) / 2
+    assert sections["Rise on the same tokens"]["table"][1][1].startswith(f"{mean:+.1%} (")
+    assert sections["Perplexity by length"]["table"][1][-1] == f"{mean:+.1%}"
+    best, other = sorted(rows.values(), key=lambda row: row["values"]["32"])
+    losses = {name: [loss(out, f"{name}-{seed}") for seed in (2, 3)] for name in rows}
+    differences = [a - b for a, b in zip(losses[other["encoding"]], losses[best["encoding"]], strict=True)]
+    assert other["above_best"]["interval"] == pytest.approx(t_interval(differences))
+    assert (other["above_best"]["seeds_measured"], other["above_best"]["intervals_over"]) == (2, "seeds")
+    assert (best["is_best"], best["above_best"]) == (True, None)
+
+
+def loss(out, name, length=32):
+    """Of a record."""
+    scores = json.loads((out / f"records/{name}.json").read_text())["scores"]
+    return next(Score.from_json(score).loss for score in scores if score["length"] == length)
+
+
+def test_records_of_when_no_seconds_were_taken_are_read(tmp_path, in_process):
+    config = small(tmp_path, encodings=["alibi"])
+    run_study(config)
+    path = tmp_path / "out/records/alibi-1337.json"
+    assert "scoring took" in (tmp_path / "out/report.md").read_text()
+    record = json.loads(path.read_text())
+    assert record.pop("measuring_seconds") > 0
+    path.write_text(json.dumps(record))
+    run_study(config)
+    assert json.loads(path.read_text()) == record, "it is not measured again"
+    assert "scoring took" not in (tmp_path / "out/report.md").read_text()
+
+
+def test_an_interrupted_study_has_a_record_of_every_run_that_ended(tmp_path, monkeypatch):
+    start, recorded = LocalPool.start, []
+
+    def interrupted(self, run, log):
+        if run.encoding == "learned":
+            recorded.extend(path.stem for path in (tmp_path / "out/records").glob("*.json"))
+            raise KeyboardInterrupt
+        return start(self, run, log)
+
+    monkeypatch.setattr(LocalPool, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_study(small(tmp_path, jobs=1))
+    assert recorded == ["alibi-1337"], "before the next one was started"
+    assert json.loads((tmp_path / "out/seconds.json").read_text())["seconds"] > 0
+    record = json.loads((tmp_path / "out/records/alibi-1337.json").read_text())
+    assert record["born"]["measured_by"] == command_line()
+
+
+def test_tasks_are_pooled_over_depths_and_seeds(tmp_path):
+    config = small(tmp_path, encodings=["alibi", "none"], seeds=[1, 2])
+    scores = [
+        TaskScore(f"alibi-{seed}", "passkey", 32, depth, 10, exact, 0.5)
+        for seed, counts in ((1, (2, 4)), (2, (6, 8)))
+        for depth, exact in zip((0.0, 1.0), counts, strict=True)
+    ]
+    scores += [TaskScore("none-1", "passkey", 32, depth, 10, 5, 0.5) for depth in (0.0, 1.0)]
+    scores.append(TaskScore("none-1", "passkey", 64, 0.0, 0, 0, math.nan, "too long"))
+    results = StudyResults(config, study_runs(config), None, scores, {}, {}, {}, 0.0)
+    alibi, none, refused = (share.as_json() for share in results.task_shares())
+    assert (alibi["share"], alibi["seeds"], alibi["examples"]) == (0.5, [0.3, 0.7], 40)
+    assert alibi["intervals_over"] == "seeds"
+    assert alibi["interval"] == [0.0, 1.0], "Student's t over two seeds, cut"
+    assert (none["share"], none["interval"], none["intervals_over"]) == (0.5, list(wilson(10, 20)), "examples")
+    assert refused["refused"] == "too long"
+    assert task_rows(results.task_shares()) == [
+        ["task", "encoding", "32", "64"],
+        ["passkey", "alibi", "50% (0% to 100%)", "-"],
+        ["passkey", "none", "50% (30% to 70%)", "-"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_test"), [({}, False), ({"data": "corpus.txt"}, True), ({"data": "corpus.txt", "seeds": [7]}, False)]
+)
+def test_hypotheses_are_tested_on_text_and_seeds_that_no_rate_was_chosen_on(tmp_path, changes, is_test):
+    config = StudyConfig.from_options(out=str(tmp_path), encodings=["cable", "rope"], **changes)
+    results = StudyResults(config, study_runs(config), None, [], {}, {}, {}, 0.0)
+    assert results.rates_chosen_on == ["stdlib"]
+    assert results.is_test == is_test
+    (words,) = hypothesis_words(results)
+    assert words.startswith("This is a test of them" if is_test else "This is no test of them")
+    assert "chosen on the training text of stdlib, with seed 7" in words
+    tries = {name: len(choice.tries) for name, choice in results.rate_choices().items()}
+    assert tries == {"cable": 6, "rope": 4}
+    given = dataclasses.replace(config, rates={"rope": {"learning_rate": 0.1}})
+    assert StudyResults(given, study_runs(given), None, [], {}, {}, {}, 0.0).rate_choices().keys() == {"cable"}
+
+
+def test_what_is_well_behind_the_best_is_named_with_the_rates_that_were_tried(tmp_path):
+    config = StudyConfig.from_options(out=str(tmp_path), encodings=["t5", "rope", "fope"], seeds=[1])
+    values = {"t5-1": 2.0, "rope-1": 2.2, "fope-1": 2.3}
+    same = {"targets": "x", "documents": [0, 1], "tokens": [5, 5], "bytes": [9, 9]}
+    scores = [Score(name, 128, "fair", "x", "y", nats=[5 * v, 5 * v], **same) for name, v in values.items()]
+    table = LengthTable(scores, rows={name: (name.removesuffix("-1"), 1) for name in values})
+    results = StudyResults(config, study_runs(config), table, [], {}, {}, {}, 0.0)
+    _, named, late = summary(results)
+    assert named == (
+        "More than 15% above t5, at 128 tokens: rope (22%; 4 tries, learning rates 0.012, 0.024, 0.048 and 0.096, "
+        "of which 0.024 was best), fope (35%; no rates were tried for it)."
+    )
+    assert "fope (35%)" in late
+    assert "rope" not in late
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rates": {"alibi": {"learning_rate": 0.1}}}, "--tune chooses all rates, got --rates for 'alibi'"),
+        ({"encoding_learning_rate": 0.1}, "--tune chooses the rates, got --encoding-learning-rate 0.1; leave one out"),
+        ({"final_learning_rate": 0.1}, "--tune chooses the rates, got --final-learning-rate 0.1; leave one out"),
+    ],
+)
+def test_rates_that_are_given_are_not_chosen_anew_in_silence(tmp_path, changes, words):
+    with pytest.raises(ValueError, match=words):
+        run_study(small(tmp_path, tune=True, **changes))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("word", ["--plan", "--watch"])
+def test_a_plan_of_rates_that_are_still_to_be_chosen_is_refused(tmp_path, capsys, word):
+    with pytest.raises(SystemExit) as end:
+        main(["study", "--tune", word, "--out", str(tmp_path)])
+    assert end.value.code == 2
+    assert "a study whose learning rates are known, got --tune" in capsys.readouterr().err
+
+
+def test_the_docs_name_every_encoding_that_the_full_study_does_not_have():
+    root = Path(__file__).parents[1]
+    text = (root / "docs/measure.md").read_text()
+    named = set(re.findall(r"`([\w-]+)`", text[text.index("Not in it, for want of time") :].partition("\n\n")[0]))
+    config = yaml.safe_load((root / "configs/studies/full-stdlib.yaml").read_text())
+    studied = {part for encoding in config["encodings"] for part in re.split("[+,]", encoding)}
+    assert named == set(ENCODINGS) - studied
 
 
 def test_a_run_that_fails_is_reported_and_the_rest_goes_on_and_later_it_is_tried_again(tmp_path, in_process):
@@ -357,7 +544,8 @@ def test_seeds_share_a_row_and_tasks_and_stretched_models_have_theirs(tmp_path, 
     run_study(config)
     found = json.loads((tmp_path / "out/study.json").read_text())
     assert [row["encoding"] for row in found["rows"]] == ["rope", "rope+window:32", "rope+yarn:2"]
-    assert "Tasks" in (tmp_path / "out/report.md").read_text()
+    assert "| copy | rope | " in (tmp_path / "out/report.md").read_text()
+    assert [(task["length"], len(task["seeds"])) for task in found["tasks"]] == [(32, 2), (64, 2)]
 
 
 def test_the_plan_has_one_command_per_missing_run_and_each_parses_to_its_run(tmp_path, capsys):
@@ -499,7 +687,8 @@ def test_every_table_of_the_paper_has_a_study():
     tables = paper_tables()["tables"]
     assert {path.stem for path in CONFIGS} == {
         *tables,
-        *("full-stdlib", "full-wikipedia", "one-rate", "figures", "figures-dapev2", "encoders", "mldr-en"),
+        *("full-stdlib", "full-wikipedia", "full-tasks", "one-rate", "one-rate-adamw"),
+        *("figures", "figures-dapev2", "encoders", "mldr-en"),
     }
     assert {yaml.safe_load(path.read_text()).get("paper") for path in CONFIGS} == {*tables, "mldr-en", None}
     assert tables["fineweb-edu-medium"]["cable"] == [17.00, 16.52, 15.97, 15.34, 15.41, 15.41]
@@ -515,15 +704,35 @@ def test_the_papers_figures_stand_beside_ours(tmp_path, in_process):
 def test_another_study_stands_beside_with_values_ranks_and_rises(tmp_path, in_process):
     other = {"title": "One rate", "rows": [{"encoding": "none", "values": {"32": 9.0, "64": 18.0}}]}
     other["rows"] += [{"encoding": name, "values": {"32": 7.0, "64": None}} for name in ("alibi", "rope")]
-    (tmp_path / "study.json").write_text(json.dumps(other))
-    run_study(small(tmp_path, encodings=["none", "alibi"], beside=str(tmp_path)))
-    study = json.loads((tmp_path / "out/study.json").read_text())
-    (section,) = (section for section in study["sections"] if section["title"] == "Beside another study")
+    settings = {"data": str(tmp_path / "corpus.txt"), "tokenizer": "bytes", "objective": "causal"}
+    other |= {"metric": "perplexity", "train_length": 32, "settings": settings}
+
+    def beside(**changes):
+        (tmp_path / "study.json").write_text(json.dumps(other | changes))
+        run_study(small(tmp_path, encodings=["none", "alibi"], beside=str(tmp_path)))
+        study = json.loads((tmp_path / "out/study.json").read_text())
+        (section,) = (section for section in study["sections"] if section["title"] == "Beside another study")
+        return section
+
+    section = beside()
     assert "There: One rate." in section["paragraphs"][0]
     head, none, alibi = section["table"]
     assert head == ["here / there", "perplexity at 32", "rank", "rise at 64"]
     assert [none[1].split(" / ")[1], none[2][-1], none[3].split(" / ")[1]] == ["9.00", "2", "+100.0%"]
     assert [alibi[1].split(" / ")[1], alibi[2][-1], alibi[3].split(" / ")[1]] == ["7.00", "1", "-"]
+    rises = {"rise": {"length": 64, "seeds": [0.1, 0.3]}}
+    section = beside(settings=settings | {"tokenizer": "gpt2"}, rows=[other["rows"][0] | rises])
+    assert section["table"][0] == ["here / there", "rank", "rise at 64"]
+    assert section["table"][1][2].endswith(" / +20.0%"), "a mean over seeds"
+    assert section["paragraphs"][1].startswith("Ranks and rises only, since values of other tokens are not compared")
+    assert section["paragraphs"][1].endswith(": tokenizer bytes / gpt2.")
+    for change, words in (
+        ({"train_length": 128}, "of the same training length, 32, got 128"),
+        ({"settings": settings | {"objective": "mlm"}}, "of the same objective, causal, got mlm"),
+        ({"metric": "bits_per_byte"}, "of the same metric, perplexity, got bits_per_byte"),
+    ):
+        with pytest.raises(ValueError, match=f"--beside must be a study {words} in"):
+            beside(**change)
     with pytest.raises(FileNotFoundError, match=r"--beside must be the folder of a finished study, got .*nowhere"):
         run_study(small(tmp_path, beside=str(tmp_path / "nowhere")))
 

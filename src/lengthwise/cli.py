@@ -332,6 +332,11 @@ def study(plan: bool, watch: bool, **options: Any) -> str:
     config = StudyConfig.from_options(**options)
     if plan and watch:
         raise ValueError("--plan and --watch do one thing each and stop, got both; leave one of them out")
+    if (plan or watch) and config.tune:
+        raise ValueError(
+            "--plan and --watch are for a study whose learning rates are known, got --tune, which trains to choose "
+            "them; run it with --tune first, then give its rates, 'chosen' in tuning.json, as --rates"
+        )
     if watch:
         from lengthwise.study.watch import watch_study
 

@@ -1,6 +1,6 @@
 """Files: where the cache is, how one is written whole or not at all, its hash, whether another machine's is here, and
-whether a name can only be that of one that is missing; and where numbers come from: this machine's processor, and the
-commit of these sources.
+whether a name can only be that of one that is missing; and where numbers come from: this machine's processor, the
+command, and the commit of these sources.
 
 Folders that are whole or not there are in runs.py.
 """
@@ -11,7 +11,9 @@ import json
 import math
 import os
 import platform
+import shlex
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -107,6 +109,12 @@ def processor_name() -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def command_line() -> str:
+    """The command of this process, for a shell."""
+    program = Path(sys.argv[0])
+    return shlex.join(["lengthwise" if program.name in ("cli.py", "lengthwise") else str(program), *sys.argv[1:]])
 
 
 def source_commit() -> str | None:

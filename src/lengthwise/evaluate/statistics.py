@@ -1,13 +1,15 @@
-"""Confidence intervals: bootstrap over documents and seeds, and differences on the same tokens.
+"""Confidence intervals: Student's t over seeds, bootstrap over documents, and differences on the same tokens.
 
 A measured value is a ratio of sums over documents (nats over tokens, bits over bytes). One resampling draws as many
 documents as there are, with replacement, and as many seeds; the interval is where 95 of 100 resamplings fall. Models
 that were measured on the same tokens are resampled together: what makes a text easy or hard for both cancels. One
-document says nothing of others: its interval is not known.
+document says nothing of others: its interval is not known. A few seeds are not resampled in a table: their mean has an
+interval by Student's t.
 """
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -108,6 +110,23 @@ def t_interval(values: Sequence[float], *, confidence: float = CONFIDENCE) -> In
     return Interval(mean - half, mean + half)
 
 
+def interval_words(counts: Iterable[int], *, single: str = "documents") -> str:
+    """What the 95 % intervals of a table are over, by how many seeds each is of; none is of no interval.
+
+    >>> interval_words([3, 3, 0])
+    "by Student's t over 3 seeds"
+    >>> interval_words([1]), interval_words([1, 3, 2])
+    ('over documents', "by Student's t over 2 to 3 seeds, of one score over documents")
+    """
+    known = {count for count in counts if count}
+    several = sorted(known - {1})
+    if not several:
+        return f"over {single}"
+    numbers = " to ".join(map(str, dict.fromkeys([several[0], several[-1]])))
+    return f"by Student's t over {numbers} seeds" + (f", of one score over {single}" if 1 in known else "")
+
+
+@functools.cache
 def _t_quantile(probability: float, freedom: int) -> float:
     """Where Student's distribution reaches a probability above a half: its density integrated over an angle.
 
@@ -143,8 +162,13 @@ def paired_difference(
     return difference, _interval(resampled, confidence)
 
 
+def ratio_of_sums(sums: Sums) -> float:
+    """The value that sums over documents make."""
+    return float(sums[0].sum() / sums[1].sum())
+
+
 def _mean_ratio(seeds: Sequence[Sums]) -> float:
-    return float(np.mean([above.sum() / below.sum() for above, below in seeds]))
+    return float(np.mean(list(map(ratio_of_sums, seeds))))
 
 
 def _resampled(seeds: Sequence[Sums], *, rounds: int, seed: int) -> NDArray[np.float64]:

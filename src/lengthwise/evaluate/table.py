@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from lengthwise.evaluate.score import Score
-from lengthwise.evaluate.statistics import UNKNOWN, Holds, Interval, bootstrap, holds_to, paired_difference
+from lengthwise.evaluate.statistics import (
+    UNKNOWN,
+    Holds,
+    Interval,
+    bootstrap,
+    holds_to,
+    interval_words,
+    paired_difference,
+    ratio_of_sums,
+    t_interval,
+)
 from lengthwise.files import json_text
 
 if TYPE_CHECKING:
@@ -37,21 +47,28 @@ class Cell:
 
 
 class LengthTable:
-    """Rows by name, columns by length."""
+    """Rows by name, columns by length.
 
-    def __init__(self, scores: Sequence[Score], *, rows: Mapping[str, str] | None = None) -> None:
-        """`rows` gives the row of a model's name where several are seeds of one; else each has its own."""
+    An interval of several seeds is by Student's t over them, on these documents; of one score it is over documents.
+    """
+
+    def __init__(self, scores: Sequence[Score], *, rows: Mapping[str, tuple[str, int]] | None = None) -> None:
+        """`rows` gives the row and the seed of a model's name where several are seeds of one; else each has its own."""
         if not scores:
             raise ValueError("a table needs at least one score, got none")
         self.scores = list(scores)
         self.lengths = sorted({score.length for score in scores})
         self._by_cell: dict[str, dict[int, list[Score]]] = {}
         self._cells: dict[tuple[str, int], Cell] = {}
+        self._seed_of: dict[str, int | None] = {}
         for score in scores:
-            row = (rows or {}).get(score.name, score.name)
+            row, seed = (rows or {}).get(score.name, (score.name, None))
+            self._seed_of[score.name] = seed
             seeds = self._by_cell.setdefault(row, {}).setdefault(score.length, [])
-            if any(other.name == score.name for other in seeds):
-                raise ValueError(f"names must differ in one table, got {score.name!r} twice at length {score.length}")
+            if any(self._seed_of[other.name] == seed for other in seeds):
+                raise ValueError(
+                    f"names and seeds must differ in one table, got {score.name!r} twice at length {score.length}"
+                )
             seeds.append(score)
         mixed = len({score.tokenizer for score in scores}) > 1
         self.metric: Metric = "bits_per_byte" if mixed else "perplexity"
@@ -65,8 +82,12 @@ class LengthTable:
         """The scores behind a cell that were not refused."""
         return [score for score in self._by_cell[name].get(length, []) if not score.refused]
 
+    def by_seed(self, name: str, length: int) -> dict[int | None, Score]:
+        """The same by seed; a row that is not of seeds has one without a number."""
+        return {self._seed_of[score.name]: score for score in self.seeds(name, length)}
+
     def cell(self, name: str, length: int) -> Cell:
-        """The mean over seeds, with an interval over documents and seeds, which is computed once."""
+        """The mean over seeds, with an interval over these, or of one over documents, which is computed once."""
         if (name, length) not in self._cells:
             self._cells[name, length] = self._measured_cell(name, length)
         return self._cells[name, length]
@@ -76,33 +97,55 @@ class LengthTable:
         if not seeds:
             reasons = [score.refused for score in self._by_cell[name].get(length, []) if score.refused]
             return Cell(math.nan, UNKNOWN, reasons[0] if reasons else "not measured")
+        sums = [score.sums(self.metric) for score in seeds]
         value = self.mean(name, length, self.metric)
-        interval = bootstrap([score.sums(self.metric) for score in seeds])
+        interval = t_interval(list(map(ratio_of_sums, sums))) if len(sums) > 1 else bootstrap(sums)
         if self.metric == "perplexity":
             return Cell(math.exp(min(value, 700)), Interval(*(math.exp(min(end, 700)) for end in interval)))
         return Cell(value, interval)
 
     def mean(self, name: str, length: int, metric: Metric) -> float:
         """The mean over seeds, in nats per token for "perplexity", else in bits per byte; NaN without a score."""
-        sums = [score.sums(metric) for score in self.seeds(name, length)]
-        return float(np.mean([above.sum() / below.sum() for above, below in sums])) if sums else math.nan
+        values = [ratio_of_sums(score.sums(metric)) for score in self.seeds(name, length)]
+        return float(np.mean(values)) if values else math.nan
 
     def difference(self, name: str, other: str, length: int) -> tuple[float, Interval]:
-        """How much more one costs than another on the same tokens: nats per token, or bits per byte."""
+        """How much more one costs than another on the same tokens: nats per token, or bits per byte.
+
+        Over the seeds that both have.
+        """
         return self._paired(
-            self.seeds(name, length),
-            self.seeds(other, length),
-            f"a paired difference needs {name!r} and {other!r} on the same tokens at {length:,}; measure both in one "
-            "call, with one tokenizer",
+            (name, length),
+            (other, length),
+            f"a paired difference needs {name!r} and {other!r} on the same tokens at {length:,}, with the same seed; "
+            "measure both in one call, with one tokenizer",
         )
 
     def change(self, name: str, length: int, since: int) -> tuple[float, Interval]:
         """How much more one costs at a length than at another on the same tokens: nats per token, or bits per byte."""
         return self._paired(
-            self.seeds(name, length),
-            self.seeds(name, since),
+            (name, length),
+            (name, since),
             f"a paired change needs {name!r} on the same tokens at {length:,} and {since:,}; use the protocol fair",
         )
+
+    def rises(self, name: str, length: int, since: int) -> dict[int | None, float]:
+        """By seed: how far a row's value rises from one length to another, as a share of the first."""
+        pairs = self._pairs((name, length), (name, since))
+        values = {seed: [ratio_of_sums(score.sums(self.metric)) for score in pair] for seed, pair in pairs.items()}
+        if self.metric == "perplexity":
+            return {seed: math.expm1(min(later - first, 700)) for seed, (later, first) in values.items()}
+        return {seed: later / first - 1 for seed, (later, first) in values.items()}
+
+    def rise(self, name: str, length: int, since: int) -> tuple[float, Interval]:
+        """The mean over seeds of each one's rise on the same tokens, as a share; of bits of one seed no interval."""
+        change, interval = self.change(name, length, since)
+        rises = list(self.rises(name, length, since).values())
+        if len(rises) > 1:
+            return float(np.mean(rises)), t_interval(rises)
+        if self.metric == "perplexity":
+            return math.expm1(min(change, 700)), Interval(*(math.expm1(min(end, 700)) for end in interval))
+        return rises[0], UNKNOWN
 
     def holds(self, name: str) -> Holds | None:
         """To which length a row holds: no loss up to there is more than 2 % above the best at a shorter one.
@@ -114,11 +157,25 @@ class LengthTable:
             return None
         return holds_to({n: [score.sums(self.metric) for score in seeds] for n, seeds in measured.items()})
 
-    def _paired(self, first: list[Score], second: list[Score], message: str) -> tuple[float, Interval]:
-        """First minus second, or an error with this message where they did not score the same tokens."""
-        if not first or not second or len({score.targets for score in (*first, *second)}) != 1:
+    def _pairs(self, first: tuple[str, int], second: tuple[str, int]) -> dict[int | None, tuple[Score, Score]]:
+        """The scores of two cells, by the seeds that both have."""
+        others = self.by_seed(*second)
+        return {seed: (score, others[seed]) for seed, score in self.by_seed(*first).items() if seed in others}
+
+    def paired_seeds(self, name: str, other: str, length: int) -> int:
+        """How many seeds two rows have in common at a length."""
+        return len(self._pairs((name, length), (other, length)))
+
+    def _paired(self, first: tuple[str, int], second: tuple[str, int], message: str) -> tuple[float, Interval]:
+        """First minus second, or an error with this message where no seed of both scored the same tokens."""
+        pairs = list(self._pairs(first, second).values())
+        if not pairs or len({score.targets for pair in pairs for score in pair}) != 1:
             raise ValueError(message)
-        return paired_difference(*([score.sums(self.metric) for score in scores] for scores in (first, second)))
+        sums = [[score.sums(self.metric) for score in pair] for pair in pairs]
+        if len(sums) == 1:
+            return paired_difference(*([part] for part in sums[0]))
+        differences = [ratio_of_sums(one) - ratio_of_sums(other) for one, other in sums]
+        return float(np.mean(differences)), t_interval(differences)
 
     def notes(self) -> list[str]:
         """Protocol, text, tokens scored, and the reason for each missing cell."""
@@ -133,14 +190,11 @@ class LengthTable:
         if self.metric == "bits_per_byte":
             notes.append("bits per byte only: the models have different tokenizers, and perplexity counts tokens")
         measured = [score for score in self.scores if not score.refused]
-        if measured and all(len(score.documents) == 1 for score in measured):
+        seeds = [len(self.seeds(name, length)) for name in self.names for length in self.lengths]
+        if max(seeds) > 1:
+            notes.append(f"95 % intervals {interval_words(seeds)}")
+        elif measured and all(len(score.documents) == 1 for score in measured):
             notes.append("no 95 % intervals: the scored tokens are of one document")
-        most = max(len(self.seeds(name, length)) for name in self.names for length in self.lengths)
-        if most > 1:
-            notes.append(
-                f"the 95 % intervals of values resample documents and {most} seeds, which is narrower than Student's t "
-                "over the seeds"
-            )
         for name in self.names:
             for length in self.lengths:
                 if reason := self.cell(name, length).refused:
@@ -210,7 +264,8 @@ class LengthTable:
 def rise_figure(table: LengthTable, *, train_length: int, metric: str = "perplexity") -> "Figure":
     """How many times its value at the training length each row has at the longer ones, on the same tokens.
 
-    A line per row with its paired interval: what makes a text easy or hard at every length cancels.
+    A line per row with its paired interval: what makes a text easy or hard at every length cancels. A bar whose lower
+    end is no multiple, as of seeds that differ much, leaves the figure below.
     """
     from lengthwise.views.line_plot import Line, lines_figure
 
@@ -219,8 +274,8 @@ def rise_figure(table: LengthTable, *, train_length: int, metric: str = "perplex
         known = []
         for length in table.lengths:
             if length >= train_length and table.seeds(name, length) and table.seeds(name, train_length):
-                value, interval = table.change(name, length, train_length)
-                known.append((length, math.exp(value), *(math.exp(end) for end in interval)))
+                value, interval = table.rise(name, length, train_length)
+                known.append((length, 1 + value, *(1 + end for end in interval)))
         if known:
             lines.append(Line(name, *map(list, zip(*known, strict=True))))
     return lines_figure(

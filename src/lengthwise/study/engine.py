@@ -19,6 +19,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -92,12 +93,14 @@ def train_runs(
     engine: Engine,
     progress: "StudyProgress",
     finished: Callable[[StudyRun], None] | None = None,
+    measure: Callable[[StudyRun], None] | None = None,
 ) -> dict[str, TrainingOutcome]:
     """Train runs by their own commands, each in a process of its own; how each ended.
 
     Whatever ends one, the others continue; each has its memory for itself, and its output goes to a log file.
     A run that starts from another one begins when that has ended, and not if it failed.
-    `finished` is called with each that ended well, while others train; an error there is logged.
+    `finished` is called with each that ended well, while others train; an error there is logged. So is `measure`, in a
+    thread and one after the other: as long as it works it has the place of a run, so that no core is used twice.
     """
     folder = out / TRAINING
     folder.mkdir(parents=True, exist_ok=True)
@@ -105,11 +108,18 @@ def train_runs(
     for planned in waiting:
         outcome_path(out, planned).unlink(missing_ok=True)  # how an earlier try ended
     running: list[TrainingJob] = []
+    measuring: list[tuple[StudyRun, Future[None]]] = []
     ended: dict[str, TrainingOutcome] = {}
-    with _exit_on_signals():
+    with _exit_on_signals(), ThreadPoolExecutor(max_workers=1) as measurer:
         try:
-            while waiting or running:
-                while len(running) < engine.jobs and (run := _next_run(waiting, running)) is not None:
+            while waiting or running or measuring:
+                for measured, work in [one for one in measuring if one[1].done()]:
+                    measuring.remove((measured, work))
+                    progress.measuring_done(measured)
+                    if (failure := work.exception()) is not None:  # it is done again when all runs have ended
+                        log.warning("%s could not be measured: %s", measured.name, failure)
+                places = engine.jobs - bool(measuring)
+                while len(running) < places and (run := _next_run(waiting, running)) is not None:
                     waiting.remove(run)
                     start = Path(run.config.start_from or "").name
                     if run.is_being_trained:
@@ -134,12 +144,16 @@ def train_runs(
                     if outcome.failure is not None:
                         write_outcome(outcome_path(out, child.run), outcome)
                         log.warning("%s failed: %s", child.run.name, outcome.failure)
-                    elif finished is not None:
+                        continue
+                    if finished is not None:
                         try:
                             finished(child.run)
                         except Exception as error:  # it is done again when all runs have ended
                             log.warning("after %s no report could be written: %s", child.run.name, error)
-                if running:
+                    if measure is not None:
+                        progress.start(f"measuring {child.run.name}")
+                        measuring.append((child.run, measurer.submit(measure, child.run)))
+                if running or measuring:
                     time.sleep(POLL_SECONDS)
         finally:
             # Ctrl-C, SIGTERM, or an error here: the runs make their checkpoints and end; the next study continues.
@@ -150,6 +164,7 @@ def train_runs(
                     log.warning("%s could not be stopped: %s", child.run.name, error)
             for child in running:
                 child.wait()
+            measurer.shutdown(wait=False, cancel_futures=True)  # the measurement at hand ends, and is recorded
     return ended
 
 

@@ -34,16 +34,16 @@ from lengthwise.evaluate.corpus import Corpus
 from lengthwise.evaluate.retrieval import EncodedSets, load_for_retrieval, pooling_of, score_bm25, score_retrieval
 from lengthwise.evaluate.retrieval_table import RetrievalScore, as_scores
 from lengthwise.evaluate.run import CAUSAL_OPTIONS, Corpora, Measurement, load_for_evaluation
-from lengthwise.files import file_hash, write_atomic
+from lengthwise.files import command_line, file_hash, write_atomic
 from lengthwise.inspect import position_maps
 from lengthwise.inspect.skipping import skipped_shares
 from lengthwise.loading import LoadedModel, load_tokenizer_of, resolve_device, tokenizer_id
 from lengthwise.model.stretch.spec import parse_stretch
 from lengthwise.study.config import StudyConfig
-from lengthwise.study.engine import TRAINED_ELSEWHERE, StudyProgress, train_runs
+from lengthwise.study.engine import TRAINED_ELSEWHERE, LocalPool, StudyProgress, train_runs
 from lengthwise.study.engines import make_engine
 from lengthwise.study.record import RunRecord, TrainingSummary, differences, read_outcome, record_path, training_key
-from lengthwise.study.report import check_paper, read_beside, write_report
+from lengthwise.study.report import check_beside, check_paper, write_report
 from lengthwise.study.results import StudyResults, origin
 from lengthwise.study.runs import StudyRun, contrastive_runs, study_runs
 from lengthwise.study.tune import with_tuned_rates
@@ -63,9 +63,9 @@ MEASURE_ERRORS = (ArithmeticError, LookupError, OSError, RuntimeError, ValueErro
 
 def run_study(config: StudyConfig) -> str:
     """Do it; the table, the runs that are missing, and the report's path."""
-    began = time.monotonic()
+    clock = StudyClock(Path(config.out))
     check_paper(config.paper)
-    read_beside(config.beside)
+    check_beside(config)
     for address, name in ((config.upload, "--upload"), (config.training.token_store, "--token-store")):
         if address is not None:
             open_storage(address, name)
@@ -78,9 +78,9 @@ def run_study(config: StudyConfig) -> str:
         dry_run(runs[0].config)
     evaluation = evaluation_of(config, runs[0])
     out = Path(config.out)
-    before = stored_seconds(out)
     evaluator = RunEvaluator(evaluation, out, device)
-    with StudyProgress([*runs, *later], measured_tokens=evaluation.windows * sum(evaluation.lengths)) as progress:
+    measured_tokens = evaluation.windows * sum(evaluation.lengths)
+    with clock, StudyProgress([*runs, *later], measured_tokens=measured_tokens) as progress:
         # A contrastive run starts from the weights of a masked one, so that a record of that is not enough.
         recorded = set() if later else {run.name for run in runs if evaluator.record(run) is not None}
         waiting = [run for run in (*runs, *later) if not run.is_finished and run.name not in recorded]
@@ -91,21 +91,38 @@ def run_study(config: StudyConfig) -> str:
 
             def report_so_far(run: StudyRun) -> None:
                 others = {other.name: "not trained yet" for other in waiting if not other.is_finished}
-                results(config, runs, later, evaluator, others, before + time.monotonic() - began, progress)
+                results(config, runs, later, evaluator, others, clock, progress)
 
-            # Where others train, this machine is free to measure meanwhile.
-            finished = None if config.engine == "local" else report_so_far
+            def measure(run: StudyRun) -> None:
+                if isinstance(engine, LocalPool):
+                    torch.set_num_threads(engine.threads)  # of this thread: it has the place of one run
+                if run in later:
+                    evaluator.retrieve(run)
+                else:
+                    evaluator.measure(run)
+                clock.write()
+
+            # Where others train, this machine is free to measure and report meanwhile. Where it trains itself a run is
+            # measured in its own place; on a GPU, whose memory is the next run's, when all have ended.
+            is_local = config.engine == "local"
+            in_place = is_local and resolve_device(device).type == "cpu"
             with closing(make_engine(config, waiting)) as engine:
-                ended = train_runs(waiting, out=out, engine=engine, progress=progress, finished=finished)
+                ended = train_runs(
+                    waiting,
+                    out=out,
+                    engine=engine,
+                    progress=progress,
+                    finished=None if is_local else report_so_far,
+                    measure=measure if in_place else None,
+                )
             missing = {name: outcome.failure for name, outcome in ended.items() if outcome.failure is not None}
         else:
             missing = {r.name: TRAINED_ELSEWHERE if r.is_being_trained else "not trained yet" for r in waiting}
         for run in (*runs, *later):
             progress.training_done(run)
-        every = results(config, runs, later, evaluator, missing, before + time.monotonic() - began, progress)
+        every = results(config, runs, later, evaluator, missing, clock, progress)
         for run in (*runs, *later):
             progress.measuring_done(run)
-    write_atomic(out / SECONDS, json.dumps({"seconds": every.seconds}))
     lines = [every.table.text()] if every.table is not None else []
     lines += [every.retrieval_table.text()] if every.retrieval_table is not None else []
     lines += [f"{name} is missing: {reason}" for name, reason in every.missing.items()]
@@ -132,7 +149,7 @@ def results(
     later: list[StudyRun],
     evaluator: "RunEvaluator",
     missing: dict[str, str],
-    seconds: float,
+    clock: "StudyClock",
     progress: StudyProgress,
 ) -> StudyResults:
     """Measure and draw the runs that are finished, each once, copy them away, and write the report of them."""
@@ -150,6 +167,7 @@ def results(
                 log.warning("%s could not be measured: %s", run.name, error)
                 missing[run.name] = f"could not be measured: {error}"
             else:
+                clock.write()
                 undrawn |= evaluator.draw(run) if run.seed == config.seeds[0] else {}
             missing |= upload(config, run)
         elif (record := evaluator.record(run)) is not None:
@@ -167,10 +185,13 @@ def results(
             missing[run.name] = f"could not be measured: {error}"
         missing |= upload(config, run)
         progress.measuring_done(run)
+    # Rows in the order of the study's encodings, whichever seeds are there.
+    by_encoding = sorted(runs, key=lambda run: config.encodings.index(run.encoding))
+    records = {run.name: records[run.name] for run in by_encoding if run.name in records}
     scores = [score for record in records.values() for score in record.scores]
     # Seeds share the row of their encoding; a stretched model, "+yarn:8", has its own.
     rows = {
-        score.name: run.encoding + score.name.removeprefix(run.name)
+        score.name: (run.encoding + score.name.removeprefix(run.name), run.seed)
         for run in runs
         if run.name in records
         for score in records[run.name].scores
@@ -187,11 +208,12 @@ def results(
         outcomes={name: outcome for name, outcome in outcomes.items() if outcome is not None},
         missing=missing,
         undrawn=undrawn,
-        seconds=seconds,
+        seconds=clock.seconds,
         later=later,
         retrieval=retrieval,
         skipped={name: record.skipped for name, record in records.items()},
         trained={name: summary for name, summary in trained.items() if summary is not None},
+        records=records,
     )
     write_report(every, out)
     return every
@@ -255,6 +277,7 @@ class RunEvaluator:
         """The scores of a finished run, and how much of attention's work is skipped by length."""
         if (record := self.record(run)) is not None:
             return record
+        began = time.monotonic()
         specs = [parse_stretch(spec) for spec in self.config.stretch]
         scores, tasks = Measurement(self.load(run), self.config, self.corpora, specs).run(tasks=False)
         self.picture(run).unlink(missing_ok=True)
@@ -262,14 +285,16 @@ class RunEvaluator:
         training = TrainingSummary.of(run.run.metrics)
         if training is None:
             raise ValueError(f"a finished run must have metrics, got none in {run.run.folder}")
+        skipped = self.skipped(run)
         return RunRecord(
             scores=scores,
             tasks=tasks,
-            skipped=self.skipped(run),
+            skipped=skipped,
             training=training,
             outcome=read_outcome(self.out, run),
             weights=self.weights(run),
-            born=origin(run.command),
+            born=origin(run.command) | {"measured_by": command_line()},
+            measuring_seconds=time.monotonic() - began,
         ).write(record_path(self.out, run), self.key(run))
 
     def skipped(self, run: StudyRun) -> dict[int, float]:
@@ -383,7 +408,25 @@ def stored(path: Path, key: dict[str, Any], compute: Callable[[], dict[str, Any]
     return content
 
 
-def stored_seconds(out: Path) -> float:
-    """The time of all calls of this study before."""
-    path = out / SECONDS
-    return float(json.loads(path.read_text())["seconds"]) if path.exists() else 0.0
+class StudyClock:
+    """The time of all calls of a study, in a file that is written with every record: interrupted calls count too."""
+
+    def __init__(self, out: Path) -> None:
+        self.path = out / SECONDS
+        self.began = time.monotonic()
+        self.before = float(json.loads(self.path.read_text())["seconds"]) if self.path.exists() else 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of this call so far and of all before."""
+        return self.before + time.monotonic() - self.began
+
+    def write(self) -> None:
+        """To its file."""
+        write_atomic(self.path, json.dumps({"seconds": self.seconds}))
+
+    def __enter__(self) -> None:
+        self.write()
+
+    def __exit__(self, *error: object) -> None:
+        self.write()

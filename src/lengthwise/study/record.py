@@ -83,6 +83,8 @@ class RunRecord:
     weights: list[str]
     """Their checksums."""
     born: dict[str, Any]
+    measuring_seconds: float | None = None
+    """None in records of when it was not taken."""
 
     def write(self, path: Path, key: dict[str, Any]) -> Self:
         """As one line of JSON, with the key of what was measured."""
@@ -104,6 +106,7 @@ class RunRecord:
             outcome=None if outcome is None else TrainingOutcome(**outcome),
             weights=content["weights"],
             born=content["born"],
+            measuring_seconds=content.get("measuring_seconds"),
         )
 
 

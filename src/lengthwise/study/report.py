@@ -15,12 +15,12 @@ from typing import Any
 
 from lengthwise.evaluate import LengthTable
 from lengthwise.evaluate.retrieval_table import RetrievalTable, retrieval_figure
-from lengthwise.evaluate.statistics import Interval
+from lengthwise.evaluate.statistics import Interval, interval_words
 from lengthwise.evaluate.table import format_value, length_figure, markdown, rise_figure
-from lengthwise.evaluate.tasks import task_notes, task_rows
-from lengthwise.files import json_text, write_atomic
-from lengthwise.study.config import HYPOTHESIS_KINDS
-from lengthwise.study.results import StudyResults, origin
+from lengthwise.evaluate.tasks import task_notes
+from lengthwise.files import command_line, json_text, write_atomic
+from lengthwise.study.config import HYPOTHESIS_KINDS, StudyConfig
+from lengthwise.study.results import BEHIND, StudyResults, TaskShare, origin
 from lengthwise.study.runs import StudyRun
 from lengthwise.views.estimates_plot import Estimate, estimates_figure
 from lengthwise.views.line_plot import Line, lines_figure
@@ -137,40 +137,53 @@ def report_sections(results: StudyResults, out: Path) -> list[Section]:
         metric = results.metric_name.capitalize()
         if rows := rise_rows(results):
             rises = rise_figure(table, train_length=results.train_length, metric=results.metric_name)
-            words = "The same tokens at every length, so what makes them easy or hard cancels; 95 % intervals."
-            caption = "Each line is an encoding, each bar its paired interval over documents."
+            over = interval_words(len(table.rises(name, n, results.train_length)) for name, n in _beyond(results))
+            words = f"The same tokens at every length, so what makes them easy or hard cancels; 95 % intervals {over}."
+            caption = f"Each line is an encoding, each bar its paired interval {over}."
             pictures = [Picture(png(rises), caption, "rise"), *far_pictures(results)]
             sections.append(Section("Rise on the same tokens", [words], rows, pictures))
         if rows := seed_rows(results):
             words = "The rise of each seed, and the 95 % interval of their mean by Student's t."
             sections.append(Section("Seeds", [words], rows))
         if rows := hypothesis_rows(results):
-            words = "Written down before the runs; held or failed only where the whole interval is on one side."
-            sections.append(Section("Hypotheses", [words], rows))
-        caption = "Each line is an encoding; the bars are its 95 % intervals over documents, which differ."
+            kinds = {HYPOTHESIS_KINDS[judged.kind].quantity for judged in results.hypotheses()}
+            single = "documents" if kinds == {"rise"} else "documents, or groups of queries"
+            over = interval_words((len(judged.values) for judged in results.hypotheses()), single=single)
+            words = (
+                "Written down before the runs; held or failed only where the whole interval is on one side. 95 % "
+                f"intervals {over}."
+            )
+            sections.append(Section("Hypotheses", [words, *hypothesis_words(results)], rows))
+        over = interval_words(len(table.seeds(name, n)) for name in table.names for n in table.lengths)
+        caption = f"Each line is an encoding; the bars are its 95 % intervals {over}."
         values = Picture(png(length_figure(table, train_length=results.train_length)), caption, "lengths")
         sections += [
             Section(f"{metric} by length", table=result_rows(results), pictures=[values]),
-            Section("95 % intervals", ["Over documents and seeds."], interval_rows(table)),
+            Section("95 % intervals", [f"They are {over}."], interval_rows(table)),
         ]
         if results.metric_name == "perplexity":
             sections.append(Section("Bits per byte by length", table=byte_rows(table)))
         if rows := above_best_rows(results):
-            over = "seeds, by Student's t" if len(results.config.seeds) > 1 else "documents"
-            words = f"On the same tokens, with 95 % intervals over {over}; one that holds 0 tells nothing apart."
+            over = interval_words(_pairs(table, results.best, [results.train_length]))
+            words = f"On the same tokens, with 95 % intervals {over}; one that holds 0 tells nothing apart."
             sections.append(Section(f"Above the best at {results.train_length:,} tokens", [words], rows))
         if rows := difference_rows(table):
-            sections.append(Section("Paired differences on the same tokens", ["With 95 % intervals."], rows))
+            over = interval_words(_pairs(table, best_far(table), table.lengths))
+            sections.append(Section("Paired differences on the same tokens", [f"95 % intervals {over}."], rows))
         if rows := paper_rows(results.config.paper, table):
             sections.append(Section("Beside the paper", table=rows))
     if (beside := read_beside(results.config.beside)) is not None:
         rows = beside_rows(results, beside)
-        words = f"Here / there. There: {beside['title']}. Ranks are among the encodings that both have."
-        sections += [Section("Beside another study", [words], rows)] if len(rows) > 1 else []
+        about = [f"Here / there. There: {beside['title']}. Ranks are among the encodings that both have."]
+        if differing := beside_differences(results.config, beside):
+            others = "; ".join(differing)
+            about.append(f"Ranks and rises only, since values of other tokens are not compared: {others}.")
+        sections += [Section("Beside another study", about, rows)] if len(rows) > 1 else []
     sections += retrieval_sections(results)
-    if results.tasks:
-        about = ["Share of answers that are right as a whole.", *task_notes(results.tasks)]
-        sections.append(Section("Tasks", about, task_rows(results.tasks)))
+    if shares := results.task_shares():
+        over = interval_words((len(share.counts) for share in shares), single="examples, Wilson's")
+        words = f"Share of answers that are right as a whole, all depths together, with 95 % intervals {over}."
+        sections.append(Section("Tasks", [words, *task_notes(results.tasks)], task_rows(shares)))
     if losses := loss_curves(results):
         sections.append(Section("Training", pictures=losses))
     if heads := head_maps(results, out):
@@ -188,15 +201,16 @@ def retrieval_sections(results: StudyResults) -> list[Section]:
     table, length = results.retrieval_table, results.train_length
     if table is None:
         return []
-    over = "seeds, by Student's t" if len(results.config.seeds) > 1 else "groups of queries"
-    caption = f"Each line is an encoding; the bars are its 95 % intervals over {over}."
+    counts = [len(table.seeds(name, n)) for name in table.names for n in table.lengths]
+    over = interval_words(counts, single="groups of queries")
+    caption = f"Each line is an encoding; the bars are its 95 % intervals {over}."
     figure = Picture(png(retrieval_figure(table, train_length=length)), caption, "retrieval")
     sections = [Section("Retrieval by length", table.notes(), table.rows(), [figure])]
     if length in table.lengths and table.lengths[-1] > length:
-        words = "The same queries at every length, so what makes them easy or hard cancels; 95 % intervals."
+        words = f"The same queries at every length, so what makes them easy or hard cancels; 95 % intervals {over}."
         sections.append(Section("Change of retrieval with length", [words], table.change_rows(length)))
     if rows := table.difference_rows():
-        words = "The same queries, with 95 % intervals."
+        words = f"The same queries, with 95 % intervals {over}."
         sections.append(Section("Paired differences of retrieval", [words], rows))
     if rows := paper_retrieval_rows(results.config.paper, table):
         sections.append(Section("Retrieval beside the paper", ["nDCG@10, of 100."], rows))
@@ -223,14 +237,20 @@ def summary(results: StudyResults) -> list[str]:
         return ["No run is finished: there is nothing to compare yet."]
     training, encodings = results.runs[0].resolved, {run.encoding for run in results.runs} & {*table.names}
     sentences = [
-        f"{len(encodings)} encodings, {len(results.config.seeds)} seed(s) each, trained at {length:,} tokens for "
+        f"{len(encodings)} encodings, {seed_words(results)} each, trained at {length:,} tokens for "
         f"{training.steps:,} steps of {training.batch_tokens:,} tokens."
     ]
     if far is not None and length in table.lengths:
-        rises = sorted((rise - 1, name) for name in table.names if (rise := results.rise(name, far)) is not None)
+        rises = sorted((rise, name) for name in table.names if (rise := results.rise(name, far)) is not None)
         changes = ", ".join(f"{name} {rise:+.1%}" for rise, name in rises)
         sentences.append(f"From {length:,} to {far:,} tokens the {results.metric_name} changes by: {changes}.")
         sentences += retrieval_summary(results, far)
+    if behind := results.behind():
+        choices, best = results.rate_choices(), results.best_unchanged
+        tried = [choices[name].words() if name in choices else "no rates were tried for it" for name in behind]
+        named = (f"{name} ({results.gap(name) - 1:.0%}; {words})" for name, words in zip(behind, tried, strict=True))
+        sort = "" if best == results.best else ", the best that leaves the scores as they are"
+        sentences.append(f"More than {BEHIND - 1:.0%} above {best}{sort}, at {length:,} tokens: {', '.join(named)}.")
     if late := results.under_trained():
         gaps = ", ".join(f"{name} ({results.gap(name) - 1:.0%})" for name in late)
         sentences.append(
@@ -238,6 +258,26 @@ def summary(results: StudyResults) -> list[str]:
             f"{results.best_unchanged} they are there: {gaps}."
         )
     return sentences
+
+
+def seed_words(results: StudyResults) -> str:
+    """With how many seeds the encodings were measured."""
+    counts = sorted({count for run in results.runs if (count := results.measured_seeds(run.encoding))})
+    numbers = " to ".join(map(str, dict.fromkeys([counts[0], counts[-1]]))) if counts else "0"
+    return f"{numbers} {'seed' if counts == [1] else 'seeds'}"
+
+
+def hypothesis_words(results: StudyResults) -> list[str]:
+    """Whether the text and the seeds that hypotheses are judged on were used to choose learning rates."""
+    choices = results.rate_choices().values()
+    if not choices:
+        return []
+    texts = ", ".join(results.rates_chosen_on)
+    numbers = ", ".join(map(str, sorted({choice.seed for choice in choices})))
+    chosen = f"learning rates were chosen on the training text of {texts}, with seed {numbers}"
+    if results.is_test:
+        return [f"This is a test of them: {chosen}; neither this text nor these seeds were used for it."]
+    return [f"This is no test of them: {chosen}; this text, or a seed of these, was used for it."]
 
 
 def retrieval_summary(results: StudyResults, far: int) -> list[str]:
@@ -261,7 +301,7 @@ def result_rows(results: StudyResults) -> Rows:
     rows = table.rows()
     if far is not None:
         rises = [results.rise(name, far) for name in table.names]
-        cells = [f"rise at {far:,}", *("-" if rise is None else f"{rise - 1:+.1%}" for rise in rises)]
+        cells = [f"rise at {far:,}", *("-" if rise is None else f"{rise:+.1%}" for rise in rises)]
         rows = [[*row, cell] for row, cell in zip(rows, cells, strict=True)]
     return rows
 
@@ -294,8 +334,8 @@ def rise_rows(results: StudyResults) -> Rows:
         return []
 
     def cell(name: str, n: int) -> str:
-        value, interval = table.change(name, n, length)
-        return f"{math.expm1(value):+.1%} ({_ends(interval, lambda end: f'{math.expm1(end):+.1%}')})"
+        value, interval = table.rise(name, n, length)
+        return f"{value:+.1%} ({_ends(interval, '{:+.1%}'.format)})"
 
     rows = _paired_rows(table.names, beyond, cell)
     # Protocols other than fair score other tokens at each length: nothing is paired.
@@ -304,38 +344,49 @@ def rise_rows(results: StudyResults) -> Rows:
     return [[f"rise since {length:,}", *(f"{n:,}" for n in beyond)], *rows]
 
 
+def _beyond(results: StudyResults) -> list[tuple[str, int]]:
+    """The cells of lengths beyond the training length."""
+    assert results.table is not None
+    return [(name, n) for name in results.table.names for n in results.table.lengths if n > results.train_length]
+
+
+def _pairs(table: LengthTable, best: str | None, lengths: Sequence[int]) -> list[int]:
+    """How many seeds each paired difference from the best is of."""
+    others = [name for name in table.names if best not in (None, name)]
+    return [table.paired_seeds(name, str(best), n) for name in others for n in lengths]
+
+
 def far_pictures(results: StudyResults) -> list[Picture]:
     """The rises at the far length in order, with their intervals and the value of each seed."""
     table, far = results.table, results.far_length
     if table is None or far is None:
         return []
     measured = [
-        Estimate(name, rises, interval, judged=name not in results.under_trained())
+        Estimate(name, list(rises.values()), interval, judged=name not in results.under_trained())
         for name in table.names
         if (rises := results.seed_rises(name, far)) and (interval := results.rise_interval(name, far)) is not None
     ]
     if len(measured) < 2:
         return []
-    over = "seeds, by Student's t" if len(results.config.seeds) > 1 else "documents"
+    over = interval_words(len(estimate.values) for estimate in measured)
     title = f"Rise of the {results.metric_name} from {results.train_length:,} to {far:,} tokens, same tokens"
-    caption = (
-        f"Each point is a seed, each bar a 95 % interval over {over}. The axis is straight to 1 %, then logarithmic."
-    )
+    caption = f"Each point is a seed, each bar a 95 % interval {over}. The axis is straight to 1 %, then logarithmic."
     return [Picture(png(estimates_figure(measured, title=title)), caption, "far")]
 
 
 def seed_rows(results: StudyResults) -> Rows:
-    """The rise of each seed at the far length and the interval of their mean; nothing with one seed."""
-    table, far = results.table, results.far_length
-    if table is None or far is None or len(results.config.seeds) < 2:
+    """The rise of each seed at the far length and the interval of their mean; nothing where none has two."""
+    table, far, seeds = results.table, results.far_length, results.config.seeds
+    if table is None or far is None or all(len(results.seed_rises(name, far)) < 2 for name in table.names):
         return []
-    head = [f"rise at {far:,}", *(f"seed {seed}" for seed in results.config.seeds), "mean", "95 % interval"]
+    head = [f"rise at {far:,}", *(f"seed {seed}" for seed in seeds), "mean", "95 % interval"]
     rows = [head]
     for name in table.names:
         rises = results.seed_rises(name, far)
-        interval = results.rise_interval(name, far)
-        cells = [f"{rise:+.1%}" for rise in rises] + ["-"] * (len(results.config.seeds) - len(rises))
-        mean = f"{sum(rises) / len(rises):+.1%}" if rises else "-"
+        # That of one seed is over documents.
+        interval = results.rise_interval(name, far) if len(rises) > 1 else None
+        cells = [f"{rises[seed]:+.1%}" if seed in rises else "-" for seed in seeds]
+        mean = f"{sum(rises.values()) / len(rises):+.1%}" if rises else "-"
         rows.append([name, *cells, mean, _ends(interval, "{:+.1%}".format)])
     return rows
 
@@ -378,20 +429,25 @@ def _gap_cells(value: float, interval: Interval) -> tuple[str, str]:
     return f"{value:+.3f}", _ends(interval, "{:+.3f}".format)
 
 
-def difference_rows(table: LengthTable) -> Rows:
-    """How much more each costs than the best at the longest length, on the same tokens, by length."""
+def best_far(table: LengthTable) -> str | None:
+    """The row with the lowest value at the longest length; None where none was measured there."""
     longest = table.lengths[-1]
     measured = [name for name in table.names if table.seeds(name, longest)]
-    if len(measured) < 2:
+    return min(measured, key=lambda name: table.cell(name, longest).value, default=None)
+
+
+def difference_rows(table: LengthTable) -> Rows:
+    """How much more each costs than the best at the longest length, on the same tokens, by length."""
+    best = best_far(table)
+    others = [name for name in table.names if name != best]
+    if best is None or not any(table.seeds(name, table.lengths[-1]) for name in others):
         return []
-    best = min(measured, key=lambda name: table.cell(name, longest).value)
 
     def cell(name: str, n: int) -> str:
         value, interval = table.difference(name, best, n)
         return f"{value:+.3f} ({_ends(interval, '{:+.3f}'.format)})"
 
     unit = "nats" if table.metric == "perplexity" else "bits"
-    others = [name for name in table.names if name != best]
     return [[f"{unit} above {best}", *table.rows()[0][1:]], *_paired_rows(others, table.lengths, cell)]
 
 
@@ -446,26 +502,74 @@ def read_beside(folder: str | None) -> dict[str, Any] | None:
     return content
 
 
+def check_beside(config: StudyConfig) -> None:
+    """An error unless another study that is to stand beside was trained at the same length, for the same objective."""
+    other = read_beside(config.beside)
+    if other is None:
+        return
+    here = config.training.resolved()
+    same = {
+        "training length": (here.length, other.get("train_length")),
+        "objective": (here.objective, other.get("settings", {}).get("objective")),
+        "metric": ("perplexity", other.get("metric")),
+    }
+    for name, (ours, theirs) in same.items():
+        if ours != theirs:
+            raise ValueError(f"--beside must be a study of the same {name}, {ours}, got {theirs} in {config.beside}")
+
+
+def beside_differences(config: StudyConfig, other: dict[str, Any]) -> list[str]:
+    """In what another study has other tokens, so that its values are not compared with those of this one."""
+    here, there = config.training.resolved(), other["settings"]
+    pairs = {
+        "data": (here.data, there.get("data")),
+        "tokenizer": (here.tokenizer, there.get("tokenizer")),
+        "text": (config.evaluation.text or here.data, other.get("text", there.get("data"))),
+    }
+    return [f"{name} {ours} / {theirs}" for name, (ours, theirs) in pairs.items() if ours != theirs]
+
+
 def beside_rows(results: StudyResults, other: dict[str, Any]) -> Rows:
-    """Value and rank at the training length, and rise beyond it, here and in another study of the same length."""
+    """Value and rank at the training length, and rise beyond it, here and in another study of the same length.
+
+    Without values where the tokens are others.
+    """
     table, length, far = results.table, results.train_length, results.far_length
     if table is None:
         return []
-    here = {name: {n: table.cell(name, n).value for n in table.lengths if table.seeds(name, n)} for name in table.names}
-    there = {row["encoding"]: {int(n): value for n, value in row["values"].items()} for row in other["rows"]}
-    names = [name for name in here if length in here[name] and there.get(name, {}).get(length) is not None]
-    orders = [sorted(names, key={name: study[name][length] for name in names}.__getitem__) for study in (here, there)]
-
-    def rise(values: dict[int, float]) -> str:
-        return "-" if far is None or values.get(far) is None else f"{values[far] / values[length] - 1:+.1%}"
-
+    here = {name: table.cell(name, length).value for name in table.names if table.seeds(name, length)}
+    rows_there = {row["encoding"]: row for row in other["rows"]}
+    there = {name: row["values"].get(str(length)) for name, row in rows_there.items()}
+    names = [name for name in here if there.get(name) is not None]
+    orders = [sorted(names, key=study.__getitem__) for study in (here, there)]
+    has_values = not beside_differences(results.config, other)
     rows = [["here / there", f"{results.metric_name} at {length:,}", "rank", f"rise at {far or 0:,}"]]
     for name in names:
-        pair = here[name], there[name]
-        values = " / ".join(format_value(study[length]) for study in pair)
+        values = " / ".join(format_value(study[name]) for study in (here, there))
         ranks = " / ".join(str(order.index(name) + 1) for order in orders)
-        rows.append([name, values, ranks, " / ".join(map(rise, pair))])
-    return rows
+        rises = (far and results.rise(name, far), far and _rise_there(rows_there[name], length, far))
+        rows.append([name, values, ranks, " / ".join("-" if r is None else f"{r:+.1%}" for r in rises)])
+    return rows if has_values else [[row[0], *row[2:]] for row in rows]
+
+
+def _rise_there(row: dict[str, Any], length: int, far: int) -> float | None:
+    """The mean over seeds of each one's rise; of a report that does not have them, of one seed, by its values."""
+    rise = row.get("rise", {})
+    if rise.get("length") == far and rise["seeds"]:
+        return float(sum(rise["seeds"]) / len(rise["seeds"]))
+    later = row["values"].get(str(far))
+    return None if later is None else float(later / row["values"][str(length)] - 1)
+
+
+def task_rows(shares: Sequence[TaskShare]) -> Rows:
+    """A line per task and encoding: the share of right answers by length, with its interval."""
+    lengths = sorted({share.length for share in shares})
+    lines: dict[tuple[str, str], dict[int, str]] = {}
+    for share in shares:
+        text = "-" if share.refused else f"{share.share:.0%} ({_ends(share.interval, '{:.0%}'.format)})"
+        lines.setdefault((share.task, share.encoding), {})[share.length] = text
+    head = ["task", "encoding", *(f"{length:,}" for length in lengths)]
+    return [head, *([*line, *(cells.get(n, "-") for n in lengths)] for line, cells in lines.items())]
 
 
 def loss_curves(results: StudyResults) -> list[Picture]:
@@ -504,11 +608,16 @@ def head_maps(results: StudyResults, out: Path) -> list[Picture]:
 
 def notes(results: StudyResults) -> list[str]:
     """What the values are, what is missing, and where they were measured."""
-    born = origin("lengthwise study")
+    born = origin(command_line())
     versions = ", ".join(f"{name} {version}" for name, version in born["versions"].items())
+    commits = sorted({commit for record in results.records.values() if (commit := record.born.get("commit"))})
+    share = results.scoring_share
     return [
         *(results.table.notes() if results.table is not None else []),
         *(f"{name} is missing: {reason}" for name, reason in results.missing.items()),
         *(f"the heads of {name} could not be drawn: {reason}" for name, reason in results.undrawn.items()),
-        f"{born['date']}, {born['machine']}; {versions}; {results.seconds / 60:.1f} minutes in all",
+        *([f"runs were measured at commit {', '.join(commits)}"] if commits else []),
+        *([f"scoring took {share:.0%} of the time of training and scoring"] if share is not None else []),
+        f"this report: {born['command']} at commit {born['commit']}, {born['date']}, {born['machine']}; {versions}; "
+        f"{results.seconds / 60:.1f} minutes in all calls",
     ]

@@ -1,11 +1,14 @@
 """The results of a study as data: the table, how each encoding holds beyond its training length, speed, and origin."""
 
+import json
 import math
 import os
 import platform
+from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import torch
 import transformers
@@ -13,18 +16,22 @@ import transformers
 from lengthwise import __version__
 from lengthwise.evaluate import LengthTable
 from lengthwise.evaluate.retrieval_table import RetrievalScore, RetrievalTable
-from lengthwise.evaluate.statistics import Interval, Sums, t_interval
+from lengthwise.evaluate.statistics import Interval, t_interval, wilson
 from lengthwise.evaluate.tasks import TaskScore
-from lengthwise.files import processor_name, source_commit
+from lengthwise.files import command_line, processor_name, source_commit
 from lengthwise.study.config import HYPOTHESIS_KINDS, StudyConfig
-from lengthwise.study.record import TrainingOutcome, TrainingSummary
+from lengthwise.study.record import RunRecord, TrainingOutcome, TrainingSummary
 from lengthwise.study.runs import StudyRun
+from lengthwise.train.config import RateChoice, choice_from, rate_choice
 
 UNDER_TRAINED = 1.25
 """An encoding this many times above the best at the training length has not learned enough to be judged beyond it.
 
 The best of those that leave the scores as they are: a network over the scores can do what no position can, such as find
 what stood after a token's last occurrence in one layer, and is no measure of what the others could have learned."""
+BEHIND = 1.15
+"""An encoding this many times above the same is named with the rates that were tried for it."""
+TUNING = "tuning.json"
 
 
 Verdict = Literal["held", "failed", "not decided", "not measured"]
@@ -85,6 +92,8 @@ class StudyResults:
     """By run and length: the share of attention's work that it leaves out."""
     trained: dict[str, TrainingSummary] = field(default_factory=dict)
     """By run."""
+    records: dict[str, RunRecord] = field(default_factory=dict)
+    """By run, of those that were measured."""
 
     @property
     def retrieval_table(self) -> RetrievalTable | None:
@@ -109,32 +118,24 @@ class StudyResults:
         beyond = [n for n in self.table.lengths if n > self.train_length] if self.table is not None else []
         return 8 * self.train_length if 8 * self.train_length in beyond else beyond[-1] if beyond else None
 
-    def rise(self, name: str, length: int) -> float | None:
-        """How many times its value at the training length an encoding has at another, if both were measured."""
-        table = self.table
-        if table is None or not table.seeds(name, length) or not table.seeds(name, self.train_length):
-            return None
-        return table.cell(name, length).value / table.cell(name, self.train_length).value
+    def seed_rises(self, name: str, length: int) -> dict[int | None, float]:
+        """By seed: the rise of an encoding above its own value at the training length, as a share of it."""
+        return {} if self.table is None else self.table.rises(name, length, self.train_length)
 
-    def seed_rises(self, name: str, length: int) -> list[float]:
-        """The rise of each seed of an encoding above its own value at the training length, as a share of it."""
-        if self.table is None:
-            return []
-        first = {score.name: score for score in self.table.seeds(name, self.train_length)}
-        later = [score for score in self.table.seeds(name, length) if score.name in first]
-        metric = self.table.metric
-        values = [(ratio(score.sums(metric)), ratio(first[score.name].sums(metric))) for score in later]
-        return [math.expm1(a - b) if metric == "perplexity" else a / b - 1 for a, b in values]
+    def rise(self, name: str, length: int) -> float | None:
+        """The mean over seeds of each one's rise, if it was measured."""
+        rises = self.seed_rises(name, length)
+        return sum(rises.values()) / len(rises) if rises else None
 
     def rise_interval(self, name: str, length: int) -> Interval | None:
         """Of the rise: by Student's t over seeds, or with one seed over documents on the same tokens."""
-        rises = self.seed_rises(name, length)
+        rises = list(self.seed_rises(name, length).values())
         if len(rises) > 1:
             return t_interval(rises)
         if not rises or self.table is None or self.table.metric != "perplexity":
             return None
         try:
-            return Interval(*(math.expm1(end) for end in self.table.change(name, length, self.train_length)[1]))
+            return self.table.rise(name, length, self.train_length)[1]
         except ValueError:  # other tokens at each length
             return None
 
@@ -158,22 +159,18 @@ class StudyResults:
         In nats per token, or bits per byte; its interval is by Student's t over seeds that both have, or with one seed
         over documents. None for the same one, and where nothing is paired.
         """
-        table, length = self.table, self.train_length
-        if table is None or other in (None, name) or not table.seeds(name, length):
+        if self.table is None or other is None or other == name:
             return None
-        others = {self._seed(score.name): score for score in table.seeds(str(other), length)}
-        pairs = [(score, others.get(self._seed(score.name))) for score in table.seeds(name, length)]
-        differences = [
-            ratio(score.sums(table.metric)) - ratio(theirs.sums(table.metric))
-            for score, theirs in pairs
-            if theirs is not None and theirs.targets == score.targets
-        ]
-        if len(differences) > 1:
-            return sum(differences) / len(differences), t_interval(differences)
         try:
-            return table.difference(name, str(other), length)
-        except ValueError:  # other tokens
+            return self.table.difference(name, other, self.train_length)
+        except ValueError:  # other tokens, or no seed that both have
             return None
+
+    def measured_seeds(self, name: str) -> int:
+        """With how many seeds an encoding was measured."""
+        if self.table is None or name not in self.table.names:
+            return 0
+        return max(len(self.table.seeds(name, length)) for length in self.table.lengths)
 
     def _measured_names(self) -> list[str]:
         table = self.table
@@ -185,9 +182,6 @@ class StudyResults:
     def _value(self, name: str) -> float:
         assert self.table is not None
         return self.table.cell(name, self.train_length).value
-
-    def _seed(self, name: str) -> int | None:
-        return next((run.seed for run in self.runs if run.name == name), None)
 
     def hypotheses(self) -> list[JudgedHypothesis]:
         """The study's hypotheses on the far length, judged."""
@@ -204,7 +198,7 @@ class StudyResults:
         if quantity == "rise":
             if far is None or table is None or name not in table.names:
                 return [], None
-            return self.seed_rises(name, far), self.rise_interval(name, far)
+            return list(self.seed_rises(name, far).values()), self.rise_interval(name, far)
         if retrieval is None or far is None or name not in retrieval.names:
             return [], None
         if quantity == "length":
@@ -223,6 +217,56 @@ class StudyResults:
         """Encodings that are too far behind at the training length to be compared beyond it."""
         return [name for name in self._measured_names() if self.gap(name) > UNDER_TRAINED]
 
+    def behind(self) -> list[str]:
+        """Encodings that are well behind the best at the training length; see `BEHIND`."""
+        return [name for name in self._measured_names() if self.gap(name) > BEHIND]
+
+    def rate_choices(self) -> dict[str, RateChoice]:
+        """By encoding: how its learning rates were chosen; none of those whose rates are given, or the recipe's."""
+        path = Path(self.config.out) / TUNING
+        if self.config.tune and path.exists():
+            content = json.loads(path.read_text())
+            found = {run.encoding: choice_from(content, run.encoding) for run in self.runs}
+        else:
+            found = {run.encoding: rate_choice(run.resolved) for run in self.runs}
+        return {encoding: choice for encoding, choice in found.items() if choice is not None}
+
+    @property
+    def rates_chosen_on(self) -> list[str]:
+        """The data on which learning rates were chosen."""
+        return sorted({choice.data for choice in self.rate_choices().values()})
+
+    @property
+    def is_test(self) -> bool:
+        """Whether learning rates were chosen on other data than these, and with other seeds."""
+        texts = {self.config.training.data, self.config.evaluation.text or self.config.training.data}
+        seeds = {choice.seed for choice in self.rate_choices().values()}
+        return not texts & {*self.rates_chosen_on} and not seeds & {*self.config.seeds}
+
+    def task_shares(self) -> list["TaskShare"]:
+        """How often each encoding was right, by task and length: depths pooled, and each seed by itself."""
+        runs = {run.name: run for run in self.runs}
+        groups: dict[tuple[str, str, int], list[TaskScore]] = defaultdict(list)
+        for score in self.tasks:
+            groups[score.task, runs[score.name].encoding, score.length].append(score)
+        shares = []
+        for (task, encoding, length), scores in groups.items():
+            counts: dict[int, list[int]] = {}
+            for score in scores:
+                if not score.refused:
+                    exact, examples = counts.get(runs[score.name].seed, (0, 0))
+                    counts[runs[score.name].seed] = [exact + score.exact, examples + score.examples]
+            refused = next((score.refused for score in scores if score.refused), None)
+            shares.append(TaskShare(task, encoding, length, counts, None if counts else refused))
+        return shares
+
+    @property
+    def scoring_share(self) -> float | None:
+        """How much of the time of training and scoring was scoring, of the runs of which both are known."""
+        known = [record for record in self.records.values() if record.measuring_seconds is not None]
+        scoring = sum(record.measuring_seconds or 0.0 for record in known)
+        return scoring / (scoring + sum(record.training.seconds for record in known)) if scoring else None
+
     def speed_rows(self) -> list[list[str]]:
         """A heading and a line per run: steps, threads, tokens a second, seconds, peak memory, work that is skipped."""
         rows = [["run", "steps", "threads", "tokens/s", "seconds", "peak memory", "skipped"]]
@@ -240,47 +284,117 @@ class StudyResults:
         return rows
 
     def as_json(self) -> dict[str, Any]:
-        """The values, for tables made elsewhere; the scores themselves are in the scores folder."""
+        """The values, for tables made elsewhere; the scores themselves are in the records."""
         table = self.table
         settings = self.runs[0].resolved.stored()
         return {
             "metric": table.metric if table is not None else None,
             "notes": table.notes() if table is not None else [],
             "train_length": self.train_length,
+            "text": self.config.evaluation.text or self.config.training.data,
             "rows": [] if table is None else [self._row_json(table, name) for name in table.names],
+            "tasks": [share.as_json() for share in self.task_shares()],
             "speed": self.speed_rows(),
             "missing": self.missing,
             "hypotheses": [judged.as_json() for judged in self.hypotheses()],
+            "rates": {"chosen_on": self.rates_chosen_on, "is_test": self.is_test},
             "retrieval": [asdict(score) for score in self.retrieval],
             "settings": {name: value for name, value in settings.items() if name not in ("encoding", "seed")},
             "seeds": self.config.seeds,
             "seconds": self.seconds,
-            "born": origin("lengthwise study"),
+            "born": origin(command_line()),
         }
 
     def _row_json(self, table: LengthTable, name: str) -> dict[str, Any]:
         cells, far = {n: table.cell(name, n) for n in table.lengths}, self.far_length
-        bests = {"above_best": self.best, "above_best_unchanged": self.best_unchanged}
-        above = {key: self.above(name, best) for key, best in bests.items()}
         row: dict[str, Any] = {
             "encoding": name,
+            "seeds_measured": self.measured_seeds(name),
+            "intervals_over": intervals_over(self.measured_seeds(name)),
             "values": {n: None if c.refused else c.value for n, c in cells.items()},
             "intervals": {n: None if c.refused else list(c.interval) for n, c in cells.items()},
             "refused": {n: c.refused for n, c in cells.items() if c.refused},
             "under_trained": name in self.under_trained(),
             "rescores": self.rescores(name),
-            **{key: None if gap is None else {"value": gap[0], "interval": list(gap[1])} for key, gap in above.items()},
+            "is_best": name == self.best,
+            "is_best_unchanged": name == self.best_unchanged,
+            "above_best": self._above_json(table, name, self.best),
+            "above_best_unchanged": self._above_json(table, name, self.best_unchanged),
         }
+        if (choice := self.rate_choices().get(name)) is not None:
+            row["rates"] = {"data": choice.data, "tries": len(choice.tries)}
         if far is not None:
-            interval = self.rise_interval(name, far)
-            ends = None if interval is None else list(interval)
-            row["rise"] = {"length": far, "seeds": self.seed_rises(name, far), "interval": ends}
+            rises, interval = self.seed_rises(name, far), self.rise_interval(name, far)
+            row["rise"] = {
+                "length": far,
+                "seeds": list(rises.values()),
+                "seed_numbers": list(rises),
+                "interval": None if interval is None else list(interval),
+                "intervals_over": intervals_over(len(rises)),
+            }
         return row
 
+    def _above_json(self, table: LengthTable, name: str, best: str | None) -> dict[str, Any] | None:
+        gap = self.above(name, best)
+        if gap is None or best is None:
+            return None
+        seeds = table.paired_seeds(name, best, self.train_length)
+        return {
+            "value": gap[0],
+            "interval": list(gap[1]),
+            "seeds_measured": seeds,
+            "intervals_over": intervals_over(seeds),
+        }
 
-def ratio(sums: Sums) -> float:
-    """The value that sums over documents make."""
-    return float(sums[0].sum() / sums[1].sum())
+
+class TaskShare(NamedTuple):
+    """How often an encoding gave the whole answer of a task at a length."""
+
+    task: str
+    encoding: str
+    length: int
+    counts: dict[int, list[int]]
+    """By seed: how many examples were right, and how many there were, all depths together."""
+    refused: str | None
+    """Why there is none, if there is none."""
+
+    @property
+    def seeds(self) -> dict[int, float]:
+        """The share of each seed."""
+        return {seed: exact / examples for seed, (exact, examples) in self.counts.items()}
+
+    @property
+    def share(self) -> float:
+        """The mean over seeds."""
+        return sum(self.seeds.values()) / len(self.counts) if self.counts else math.nan
+
+    @property
+    def interval(self) -> Interval:
+        """By Student's t over seeds, cut at 0 and 1; of one seed Wilson's, over examples."""
+        if len(self.counts) > 1:
+            low, high = t_interval(list(self.seeds.values()))
+            return Interval(max(0.0, low), min(1.0, high))
+        return wilson(*next(iter(self.counts.values()), (0, 0)))
+
+    def as_json(self) -> dict[str, Any]:
+        """For study.json."""
+        found = {"task": self.task, "encoding": self.encoding, "length": self.length, "refused": self.refused}
+        if self.refused is not None:
+            return found
+        over = "seeds" if len(self.counts) > 1 else "examples"
+        return found | {
+            "share": self.share,
+            "interval": list(self.interval),
+            "intervals_over": over,
+            "seeds": list(self.seeds.values()),
+            "seed_numbers": list(self.seeds),
+            "examples": sum(examples for _, examples in self.counts.values()),
+        }
+
+
+def intervals_over(seeds: int) -> str:
+    """What an interval of so many seeds is over."""
+    return "seeds" if seeds > 1 else "documents"
 
 
 def origin(command: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The learning rates of each encoding, chosen by one rule with an equal budget: no encoding is a starved baseline.
+"""The learning rates of each encoding, chosen by one rule with an equal budget: none is starved by another's rate.
 
 Every encoding has a ladder of six rates and four short trainings: at the middle two, and then at the two beyond the
 better of them, up or down. One with parameters of its own has the ladder for these, the model's rate staying the
@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from lengthwise.errors import check_int
-from lengthwise.files import json_text, write_atomic
+from lengthwise.files import command_line, json_text, write_atomic
 from lengthwise.study.config import StudyConfig
 from lengthwise.study.engine import StudyProgress, train_runs
 from lengthwise.study.engines import make_engine
 from lengthwise.study.record import TrainingOutcome
-from lengthwise.study.results import origin
+from lengthwise.study.results import TUNING, origin
 from lengthwise.study.runs import StudyRun, run_name, training_of
 from lengthwise.train.config import TrainConfig, recipe_for
 from lengthwise.train.distributed import encoding_parameters
@@ -39,16 +39,26 @@ VALIDATION_TOKENS = 65_536
 def with_tuned_rates(config: StudyConfig) -> StudyConfig:
     """The study with the rates that were chosen for each of its encodings; tries that are there are not repeated."""
     check_int("tune_steps", config.tune_steps)
+    _refuse_given_rates(config)
     ladders = {encoding: rate_ladder(config, encoding) for encoding in config.encodings}
     results = _train(config, {encoding: ladder[MIDDLE] for encoding, ladder in ladders.items()})
     beyond = {encoding: ladder[next_rungs(*results[encoding])] for encoding, ladder in ladders.items()}
     for encoding, further in _train(config, beyond).items():
         results[encoding] += further
     chosen = {encoding: _best_rates(encoding, tried) for encoding, tried in results.items()}
-    born = origin("lengthwise study --tune")
-    content = {"steps": config.tune_steps, "chosen": chosen, "tries": results, "born": born}
-    write_atomic(Path(config.out) / "tuning.json", json_text(content))
+    about = {"steps": config.tune_steps, "data": config.training.data, "seed": SEED}
+    content = about | {"chosen": chosen, "tries": results, "born": origin(command_line())}
+    write_atomic(Path(config.out) / TUNING, json_text(content))
     return dataclasses.replace(config, rates=config.rates | chosen)
+
+
+def _refuse_given_rates(config: StudyConfig) -> None:
+    """An error for rates that would be chosen anew; --learning-rate is where the ladders begin."""
+    if both := [repr(encoding) for encoding in config.encodings if encoding in config.rates]:
+        raise ValueError(f"--tune chooses all rates, got --rates for {', '.join(both)}; leave one of them out")
+    for name in ("encoding_learning_rate", "final_learning_rate"):
+        if (rate := getattr(config.training, name)) is not None:
+            raise ValueError(f"--tune chooses the rates, got --{name.replace('_', '-')} {rate:g}; leave one out")
 
 
 def _train(config: StudyConfig, tries: dict[str, list[StudyRun]]) -> dict[str, list[dict[str, Any]]]:

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from lengthwise.files import missing_path
 from lengthwise.options import option
@@ -161,9 +161,48 @@ def tuned_rates(preset: str, encoding: str) -> dict[str, float]:
     """The rates that were chosen for an encoding; none where it was not tuned.
 
     The table is what `lengthwise study --tune` wrote: every try and its loss on a part of the training text that no
-    report uses, with the same number of tries for each encoding.
+    report uses. Each encoding has four tries; CABLE has two more, of when the ladder only rose.
     """
     return dict(_tuned_table().get(preset, {}).get("chosen", {}).get(encoding, {}))
+
+
+class RateChoice(NamedTuple):
+    """How the learning rates of an encoding were chosen."""
+
+    data: str
+    """On a part of its training text."""
+    seed: int
+    tries: list[dict[str, Any]]
+    """Each with its rates and its loss, which is None where it failed."""
+
+    def words(self) -> str:
+        """The tries in words.
+
+        >>> tries = [{"learning_rate": r, "encoding_learning_rate": r, "loss": r} for r in (0.2, 0.1)]
+        >>> RateChoice("stdlib", 7, tries).words()
+        '2 tries, learning rates 0.1 and 0.2, of which 0.1 was best'
+        """
+        is_of_model = len({one["learning_rate"] for one in self.tries}) > 1
+        name = "learning_rate" if is_of_model else "encoding_learning_rate"
+        *most, last = [f"{rate:.2g}" for rate in sorted(one[name] for one in self.tries)]
+        best = min((one for one in self.tries if one["loss"] is not None), key=lambda one: one["loss"])[name]
+        whose = "learning rates" if is_of_model else "rates of its own parameters"
+        return f"{len(self.tries)} tries, {whose} {', '.join(most)} and {last}, of which {best:.2g} was best"
+
+
+def choice_from(content: dict[str, Any], encoding: str) -> RateChoice | None:
+    """How the rates of an encoding were chosen, from what --tune wrote; None where they were not."""
+    if encoding not in content["chosen"]:
+        return None
+    return RateChoice(content["data"], content["seed"], content["tries"][encoding])
+
+
+def rate_choice(config: "ResolvedTrainConfig") -> RateChoice | None:
+    """How the rates of a run were chosen; None where it has others than those that were."""
+    chosen = tuned_rates(config.preset, config.tuned_by) if config.objective == "causal" else {}
+    if not chosen or any(getattr(config, name) != rate for name, rate in chosen.items()):
+        return None
+    return choice_from(_tuned_table()[config.preset], config.tuned_by)
 
 
 @functools.cache
