@@ -126,26 +126,24 @@ def table(values: dict[Cell, dict]) -> str:
     trained, windows = meta["trained"], meta["windows"]
     lengths = sorted({length for kind, _, length, _ in values if kind == "loss"})
     longest = lengths[-1]
-    head = [
-        "",
-        *(f"{length:,}" for length in lengths),
-        f"against the control at {longest:,}",
-        f"passkeys at {longest:,}",
-    ]
-    rows = [head]
+    has_passkeys = any(kind == "passkey" and length == longest for kind, _, length, _ in values)
+    head = ["", *(f"{length:,}" for length in lengths), f"against the control at {longest:,}"]
+    rows = [head + [f"passkeys at {longest:,}"] * has_passkeys]
     for method in [name for name in (*METHODS, *REST) if any(name == cell[1] for cell in values)]:
         losses = {length: losses_of(values, method, length, trained, windows) for length in lengths}
         perplexity = [f"{math.exp(mean(own)):.2f}" if own else "" for own in losses.values()]
         control = losses_of(values, CONTROL, longest, trained, windows)
         name = f"`{method}`" if method != PLAIN else "as it is"
         name += " (the control)" * (method == CONTROL)
-        rows.append([name, *perplexity, against(losses[longest], control), passkeys(values, method, longest)])
+        row = [name, *perplexity, against(losses[longest], control)]
+        rows.append(row + [passkeys(values, method, longest)] * has_passkeys)
     tokens = windows * SCORED
+    commits = dict.fromkeys(value["born"]["commit"] for value in values.values())
     note = (
         f"{meta['model']}, trained at {trained:,} tokens: the perplexity of the same {tokens:,} tokens, the last "
-        f"{SCORED} of {windows} windows; the rise of the loss over the control's with its 95 % interval, by window; "
-        f"how many passkeys at {len(DEPTHS)} depths it repeats, and the loss of their tokens. Commit {meta['commit']}, "
-        f"{meta['date']}, {meta['machine']}."
+        f"{SCORED} of {windows} windows; the rise of the loss over the control's with its 95 % interval, by window"
+        + has_passkeys * f"; how many passkeys at {len(DEPTHS)} depths it repeats, and the loss of their tokens"
+        + f". Commits {', '.join(commits)}, {meta['date']}, {meta['machine']}."
     )
     return f"{note}\n\n{markdown(rows)}"
 
