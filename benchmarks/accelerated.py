@@ -98,12 +98,12 @@ def check(name: str, ours: hf.PreTrainedModel, others: dict[str, hf.PreTrainedMo
         check_close(gradients["ours"][1], gradients[label][1], f"{name}, gradients against {label}")
 
 
-def train(names: list[str], rounds: int, quick: bool) -> Iterator[dict[str, object]]:
+def train(names: list[str], rounds: int, quick: bool, lengths: list[int]) -> Iterator[dict[str, object]]:
     for name in names:
         ours, others = rivals(name)
         check(name, ours, others)
-        for asked, limits in LIMITS.items():
-            length = asked // SMALLER if quick else asked
+        for asked in lengths:
+            limits, length = LIMITS[asked], asked // SMALLER if quick else asked
             given = inputs(name, length)
             jobs = {label: step_of(model, given) for label, model in others.items()}
             row = ratio_to_best(step_of(ours, given), jobs, rounds, limits[name])
@@ -185,15 +185,17 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--choice")
     parser.add_argument("--length", type=int)
+    parser.add_argument("--lengths", nargs="+", type=int, choices=list(LIMITS), default=list(LIMITS), help="of train")
     chosen = parser.parse_args()
     if chosen.what == "grow":
         print(grow(chosen.models[0], chosen.choice, chosen.length))
         return
     if chosen.what == "memory":
         rows = memory(chosen.models, chosen.quick)
+    elif chosen.what == "train":
+        rows = train(chosen.models, 6 if chosen.quick else chosen.rounds or 20, chosen.quick, chosen.lengths)
     else:
-        measure, rounds = {"train": (train, 20), "decode": (decode, 100)}[chosen.what]
-        rows = measure(chosen.models, 6 if chosen.quick else chosen.rounds or rounds, chosen.quick)
+        rows = decode(chosen.models, 6 if chosen.quick else chosen.rounds or 100, chosen.quick)
     write("accelerated", rows, store=not chosen.quick)
 
 
