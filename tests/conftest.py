@@ -40,6 +40,9 @@ SAME_MODELS = {
 }
 """Models treat them as rope, kerple, carope, ssmax or stick-breaking."""
 
+SAME_COMPOSITIONS = {"alibi+dapev2"}
+"""A network over the scores does not know which bias it is given: as cable+dapev2."""
+
 OVER_ALL = (
     *("test_compile", "test_devices", "test_evaluate", "test_inspect"),
     *("test_model_citizen", "test_model_decoding", "test_model_ecosystem"),
@@ -52,13 +55,16 @@ ONE_OF_EACH_KIND = {"alibi", "kerple", "cable", "inkling", "dape"}
 def repeats_a_law(parameters: dict[str, object], two_sided: bool) -> bool:
     """Whether a law is tried on an encoding whose kernel or whose formula another one tries it on.
 
-    Every causal encoding has every law once, under "auto"; at 32,768 tokens other backends have three encodings.
+    Every causal encoding has every law once, under "auto"; at 32,768 tokens other backends have three encodings, and
+    compositions none.
     """
     name, elsewhere = str(parameters["name"]), parameters.get("backend", "auto") != "auto"
     long = getattr(parameters["law"], "__name__", "") == "half_precision_keeps_positions"
     other = name not in ("alibi", "kerple", "cable")
     if two_sided:
         return name in SAME_MODELS or (elsewhere and name not in ONE_OF_EACH_KIND) or (long and (other or elsewhere))
+    if "+" in name and (long or name in SAME_COMPOSITIONS):
+        return True
     # Options change numbers, and no kernel.
     same = name in SAME_KERNELS or "+" in name or bool(parameters.get("options"))
     return elsewhere and (same or (long and other))
