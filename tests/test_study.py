@@ -13,9 +13,11 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 import lengthwise
@@ -169,6 +171,18 @@ def test_the_page_on_which_encoding_to_use_says_only_what_the_intervals_of_all_t
     assert "% (+1.0% to +2.9%) | - | holds |" in page
     assert "Wikipedia was measured with Lengthwise 0.0.9, which is not this version." in page
     assert "Nats are per token of each text's own tokenizer" in page
+
+
+def test_measuring_in_a_thread_leaves_the_threads_of_the_process_as_they_were():
+    before = torch.get_num_threads()
+
+    def measure() -> None:
+        with execute._threads(before + 1):
+            assert torch.get_num_threads() == before + 1
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(measure).result()
+    assert torch.get_num_threads() == before
 
 
 def test_an_encoding_that_replaces_the_scores_is_no_measure_of_what_the_others_learned(tmp_path, monkeypatch):

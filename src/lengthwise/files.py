@@ -112,9 +112,9 @@ def processor_name() -> str:
 
 
 def command_line() -> str:
-    """The command of this process, for a shell."""
+    """The command of this process, for a shell; without the folder of its program, which is this machine's own."""
     program = Path(sys.argv[0])
-    return shlex.join(["lengthwise" if program.name in ("cli.py", "lengthwise") else str(program), *sys.argv[1:]])
+    return shlex.join(["lengthwise" if program.name == "cli.py" else program.name, *sys.argv[1:]])
 
 
 def source_commit() -> str | None:

@@ -14,8 +14,8 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -94,12 +94,11 @@ def run_study(config: StudyConfig) -> str:
                 results(config, runs, later, evaluator, others, clock, progress)
 
             def measure(run: StudyRun) -> None:
-                if isinstance(engine, LocalPool):
-                    torch.set_num_threads(engine.threads)  # of this thread: it has the place of one run
-                if run in later:
-                    evaluator.retrieve(run)
-                else:
-                    evaluator.measure(run)
+                with _threads(engine.threads if isinstance(engine, LocalPool) else torch.get_num_threads()):
+                    if run in later:
+                        evaluator.retrieve(run)
+                    else:
+                        evaluator.measure(run)
                 clock.write()
 
             # Where others train, this machine is free to measure and report meanwhile. Where it trains itself a run is
@@ -406,6 +405,17 @@ def stored(path: Path, key: dict[str, Any], compute: Callable[[], dict[str, Any]
         content = {"key": key} | compute()
         write_atomic(path, json.dumps(content))
     return content
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Compute with so many threads; torch sets them for the whole process, so they are set back."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class StudyClock:
