@@ -360,6 +360,20 @@ def test_one_document_has_no_interval_and_the_table_says_so(tmp_path):
     assert png(length_figure(result.table))
 
 
+def test_the_figure_of_several_rows_draws_intervals_over_seeds_and_none_over_documents():
+    scores = [
+        Score(f"{name}-{seed}", n, "fair", "text", "t", "x", [0, 1], [20.0 + n + seed, 30.0], [10, 10], [40, 40])
+        for name in "ab"
+        for seed in (1, 2)
+        for n in (8, 16)
+    ]
+    seeds = LengthTable(scores, rows={f"{name}-{seed}": (name, seed) for name in "ab" for seed in (1, 2)})
+    for table, bars in ((seeds, 2), (LengthTable(scores), 0), (LengthTable(scores[:2]), 1)):
+        figure = length_figure(table)
+        assert len(figure.axes[0].collections) == bars
+        assert ("95 % intervals" in figure.texts[0].get_text()) == bool(bars)
+
+
 def test_in_a_notebook_a_table_shows_itself(table):
     assert table._repr_markdown_() == table.markdown()
 

@@ -312,25 +312,28 @@ def control_figure(table: LengthTable, controls: Mapping[str, str], *, train_len
     )
 
 
+def has_bars(table: LengthTable, name: str) -> bool:
+    """Whether `length_figure` draws the intervals of a row: those over seeds, or of a row that is alone.
+
+    Intervals over documents tell how documents differ, which is the same for all rows, and would hide their lines.
+    """
+    return len(table.names) == 1 or all(len(table.seeds(name, n)) != 1 for n in table.lengths)
+
+
 def length_figure(table: LengthTable, *, train_length: int | None = None) -> "Figure":
-    """A line per row of the table with its interval, the training length marked."""
+    """A line per row of the table, with its interval where `has_bars`; the training length marked."""
     from lengthwise.views.line_plot import Line, lines_figure  # late, as below: matplotlib is not needed for a table
 
     lines = []
     for name in table.names:
         known = [(n, table.cell(name, n)) for n in table.lengths if table.seeds(name, n)]
         if known:
-            lines.append(
-                Line(
-                    name,
-                    [n for n, _ in known],
-                    [cell.value for _, cell in known],
-                    [cell.interval.low for _, cell in known],
-                    [cell.interval.high for _, cell in known],
-                )
-            )
+            values = [n for n, _ in known], [cell.value for _, cell in known]
+            ends = list(zip(*(cell.interval for _, cell in known), strict=True)) if has_bars(table, name) else []
+            lines.append(Line(name, *values, *ends))
     protocol = table.scores[0].protocol.partition(":")[0]
-    title = f"{METRIC_NAMES[table.metric].capitalize()} against length, protocol {protocol}, with 95 % intervals"
+    bars = ", with 95 % intervals" if any(line.low is not None for line in lines) else ""
+    title = f"{METRIC_NAMES[table.metric].capitalize()} against length, protocol {protocol}{bars}"
     return lines_figure(
         lines, title=title, across="length in tokens", up=METRIC_NAMES[table.metric], marked=train_length
     )

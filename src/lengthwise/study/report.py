@@ -16,7 +16,7 @@ from typing import Any
 from lengthwise.evaluate import LengthTable
 from lengthwise.evaluate.retrieval_table import RetrievalTable, retrieval_figure
 from lengthwise.evaluate.statistics import Interval, interval_words
-from lengthwise.evaluate.table import format_value, length_figure, markdown, rise_figure
+from lengthwise.evaluate.table import format_value, has_bars, length_figure, markdown, rise_figure
 from lengthwise.evaluate.tasks import task_notes
 from lengthwise.files import command_line, json_text, write_atomic
 from lengthwise.study.config import HYPOTHESIS_KINDS, StudyConfig
@@ -155,7 +155,9 @@ def report_sections(results: StudyResults, out: Path) -> list[Section]:
             )
             sections.append(Section("Hypotheses", [words, *hypothesis_words(results)], rows))
         over = interval_words(len(table.seeds(name, n)) for name in table.names for n in table.lengths)
-        caption = f"Each line is an encoding; the bars are its 95 % intervals {over}."
+        drawn = [len(table.seeds(name, n)) for name in table.names if has_bars(table, name) for n in table.lengths]
+        bars = f"; the bars are 95 % intervals {interval_words(drawn)}" if drawn else ""
+        caption = f"Each line is an encoding{bars}."
         values = Picture(png(length_figure(table, train_length=results.train_length)), caption, "lengths")
         sections += [
             Section(f"{metric} by length", table=result_rows(results), pictures=[values]),
