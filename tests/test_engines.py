@@ -32,7 +32,8 @@ from lengthwise.study.engine import (
     train_to_end,
 )
 from lengthwise.study.engines import make_engine
-from lengthwise.study.execute import RunEvaluator, StudyClock, evaluation_of, measuring_device, results, run_study
+from lengthwise.study.evaluator import RunEvaluator
+from lengthwise.study.execute import StudyClock, evaluation_of, measuring_device, results, run_study
 from lengthwise.study.record import TrainingOutcome, outcome_path, write_outcome
 from lengthwise.study.runs import contrastive_runs, study_runs
 from lengthwise.study.upload import upload_run

@@ -30,7 +30,7 @@ from lengthwise.evaluate.statistics import Interval, t_interval, wilson
 from lengthwise.evaluate.tasks import TaskScore
 from lengthwise.files import command_line
 from lengthwise.runs import Run
-from lengthwise.study import engine, execute
+from lengthwise.study import engine, evaluator, execute
 from lengthwise.study.config import StudyConfig
 from lengthwise.study.engine import LocalPool, parallel_jobs
 from lengthwise.study.execute import (
@@ -463,7 +463,7 @@ def test_another_text_or_another_version_is_measured_anew_and_nothing_else_is(tm
     text.write_text(text.read_text().replace("ravens", "herons"))
     second = measured()
     assert second[1] != first[1]
-    monkeypatch.setattr(execute, "__version__", "0.0.1")
+    monkeypatch.setattr(evaluator, "__version__", "0.0.1")
     third = measured()
     assert third[0] > second[0]
     assert third[1] == second[1]
@@ -500,7 +500,7 @@ def test_a_picture_that_fails_is_named_and_drops_no_score(tmp_path, in_process, 
         raise RuntimeError("no room for a map")
 
     with monkeypatch.context() as patch:
-        patch.setattr(execute, "position_maps", fail)
+        patch.setattr(evaluator, "position_maps", fail)
         said = run_study(small(tmp_path))
     assert "the heads of alibi-1337 could not be drawn: no room for a map" in said
     assert "no room for a map" in (tmp_path / "out/report.html").read_text()
