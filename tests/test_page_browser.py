@@ -107,6 +107,16 @@ def test_a_tile_is_shown_as_its_mean_its_least_and_its_greatest_and_a_head_in_de
     page.close()
 
 
+def test_two_maps_of_different_cells_are_each_named_with_their_own(browser, tmp_path):
+    model, ids = loud_model("rope-dynamic"), tokens(1)
+    maps = [position_maps(model, ids, "all", "scores", **options) for options in ({"resolution": 7}, {})]
+    page = open_page(browser, tmp_path, Page([[Snapshot({"scores": one})] for one in maps]))
+    tiles = "Tiles of 5 \N{MULTIPLICATION SIGN} 5 pairs, each its mean"
+    name = page.tab.evaluate("nameOf(state.sides[0])")
+    assert page.tab.inner_text("#map-note") == f"{tiles} ({name}); Single cells ({name})."
+    page.close()
+
+
 def test_hostile_tokens_are_shown_as_they_are_and_nothing_leaves_the_machine(seen):
     assert HOSTILE in seen.texts(".tokens[data-side='0'] span")
     seen.go(20, 3)

@@ -164,6 +164,13 @@ function cursorOf(layer) {
   return { i: Math.min(state.cursor.i, layer.queries - 1), j: Math.min(state.cursor.j, layer.keys - 1) };
 }
 
+/** What a map is made of where the cursor is. */
+function cellsOf(layer) {
+  const { i, j } = cursorOf(layer);
+  if (layer.matrix.single(state.head, i, j)) return "Single cells";
+  return `Tiles of ${layer.pool} × ${layer.pool} pairs, each its mean`;
+}
+
 function noteMap() {
   const layer = mapViews[0]?.layer;
   if (!layer || state.what === "profile") {
@@ -171,11 +178,12 @@ function noteMap() {
     return;
   }
   const seen = windowOf(layer);
-  const { i, j } = cursorOf(layer);
-  const tiles = `Tiles of ${layer.pool} × ${layer.pool} pairs, each its mean`;
-  const cells = layer.matrix.single(state.head, i, j) ? "Single cells" : tiles;
+  const drawn = mapViews.filter((view) => view.layer?.matrix);
+  const kinds = drawn.map((view) => cellsOf(view.layer));
+  const named = drawn.map((view, place) => `${kinds[place]} (${nameOf(view.side)})`);
+  const cells = new Set(kinds).size === 1 ? kinds[0] : named.join("; ");
   const span = (start, size) => `${start} to ${start + size - 1}`;
   const colours = state.what === "weights" ? "; colours follow the logarithm" : "";
-  const part = state.window ? ` of queries ${span(seen.i, seen.rows)}, keys ${span(seen.j, seen.columns)}` : "";
+  const part = state.window ? `; queries ${span(seen.i, seen.rows)}, keys ${span(seen.j, seen.columns)}` : "";
   find("map-note").textContent = `${cells}${part}${colours}.${state.held ? " The cursor is held; click to let it go." : ""}`;
 }
