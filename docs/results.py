@@ -12,8 +12,8 @@ from lengthwise import __version__
 
 STORED = Path(__file__).parent / "results"
 FILES = ("report.html", "report.md", "study.json", "rise.png", "lengths.png", "losses.png")
-MORE_FILES = ("far.png", "retrieval.png", "contrastive.png")
-"""Of several encodings, and of a study with retrieval."""
+MORE_FILES = ("far.png", "retrieval.png", "contrastive.png", "tasks.png")
+"""Of several encodings, and of a study with retrieval or tasks."""
 
 
 def store_results(study: Path, name: str) -> Path:

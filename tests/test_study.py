@@ -39,7 +39,7 @@ from lengthwise.study.execute import (
     train_runs,
 )
 from lengthwise.study.record import TrainingOutcome, is_recorded, read_outcome
-from lengthwise.study.report import hypothesis_words, paper_rows, paper_tables, summary, task_rows
+from lengthwise.study.report import hypothesis_words, paper_rows, paper_tables, summary, task_sections
 from lengthwise.study.results import JudgedHypothesis, StudyResults
 from lengthwise.study.runs import contrastive_runs, study_runs
 from lengthwise.study.watch import missing_commands, watch_study
@@ -334,7 +334,7 @@ def test_an_interrupted_study_has_a_record_of_every_run_that_ended(tmp_path, mon
 def test_tasks_are_pooled_over_depths_and_seeds(tmp_path):
     config = small(tmp_path, encodings=["alibi", "none"], seeds=[1, 2])
     scores = [
-        TaskScore(f"alibi-{seed}", "passkey", 32, depth, 10, exact, 0.5)
+        TaskScore(f"alibi-{seed}", "passkey", 32, depth, 10, exact, 0.5 + depth / 5)
         for seed, counts in ((1, (2, 4)), (2, (6, 8)))
         for depth, exact in zip((0.0, 1.0), counts, strict=True)
     ]
@@ -347,11 +347,14 @@ def test_tasks_are_pooled_over_depths_and_seeds(tmp_path):
     assert alibi["interval"] == [0.0, 1.0], "Student's t over two seeds, cut"
     assert (none["share"], none["interval"], none["intervals_over"]) == (0.5, list(wilson(10, 20)), "examples")
     assert refused["refused"] == "too long"
-    assert task_rows(results.task_shares()) == [
+    whole, by_token = task_sections(results)
+    assert whole.table == [
         ["task", "encoding", "32", "64"],
         ["passkey", "alibi", "50% (0% to 100%)", "-"],
         ["passkey", "none", "50% (30% to 70%)", "-"],
     ]
+    assert by_token.table == [whole.table[0], ["passkey", "alibi", "60%", "-"], ["passkey", "none", "50%", "-"]]
+    assert [picture.name for picture in by_token.pictures] == ["tasks"]
 
 
 @pytest.mark.parametrize(

@@ -244,20 +244,23 @@ class StudyResults:
         return not texts & {*self.rates_chosen_on} and not seeds & {*self.config.seeds}
 
     def task_shares(self) -> list["TaskShare"]:
-        """How often each encoding was right, by task and length: depths pooled, and each seed by itself."""
+        """How often each encoding was right, task by task and by length: depths pooled, and each seed by itself."""
         runs = {run.name: run for run in self.runs}
         groups: dict[tuple[str, str, int], list[TaskScore]] = defaultdict(list)
         for score in self.tasks:
             groups[score.task, runs[score.name].encoding, score.length].append(score)
         shares = []
-        for (task, encoding, length), scores in groups.items():
+        tasks = list(dict.fromkeys(score.task for score in self.tasks))
+        for (task, encoding, length), scores in sorted(groups.items(), key=lambda group: tasks.index(group[0][0])):
             counts: dict[int, list[int]] = {}
             for score in scores:
                 if not score.refused:
                     exact, examples = counts.get(runs[score.name].seed, (0, 0))
                     counts[runs[score.name].seed] = [exact + score.exact, examples + score.examples]
+            tokens = [score.tokens for score in scores if not score.refused]
+            mean = sum(tokens) / len(tokens) if tokens else math.nan
             refused = next((score.refused for score in scores if score.refused), None)
-            shares.append(TaskShare(task, encoding, length, counts, None if counts else refused))
+            shares.append(TaskShare(task, encoding, length, counts, mean, None if counts else refused))
         return shares
 
     @property
@@ -355,6 +358,8 @@ class TaskShare(NamedTuple):
     length: int
     counts: dict[int, list[int]]
     """By seed: how many examples were right, and how many there were, all depths together."""
+    tokens: float
+    """The share of answers' tokens that are right, given the right ones before: a mean over seeds and depths."""
     refused: str | None
     """Why there is none, if there is none."""
 
@@ -384,6 +389,7 @@ class TaskShare(NamedTuple):
         over = "seeds" if len(self.counts) > 1 else "examples"
         return found | {
             "share": self.share,
+            "tokens": self.tokens,
             "interval": list(self.interval),
             "intervals_over": over,
             "seeds": list(self.seeds.values()),
