@@ -216,7 +216,7 @@ if __name__ == "__main__":
     if all(path.exists() for path in files.values()):
         text = filled(text, "model", model({what: rows_of(path) for what, path in files.items()}))
     if studies := which_encoding.stored_studies():
-        (ROOT / "docs/which_encoding.md").write_text(which_encoding.page(studies))
+        (ROOT / "docs/which_encoding.md").write_text(which_encoding.page(studies, stored_results(which_encoding.TASKS)))
     if (stored := stored_results(STUDY)) is not None:
         text = filled(text, "study", study(stored))
     README.write_text(text)

@@ -12,9 +12,13 @@ STUDIES = {"full-stdlib": "Python's library", "full-wikipedia": "Wikipedia"}
 """The stored studies, and their texts in words."""
 DATA = {"stdlib": "Python's library", "wikipedia.jsonl": "Wikipedia"}
 """The data on which rates may have been chosen, in words."""
+TASKS = "full-tasks"
+"""The stored study of tasks."""
 WIDTH = 120
 HOLDS, BREAKS = 0.03, 0.20
 """Up to which rise at the far length an encoding holds, and from which on it breaks."""
+LEARNED = 0.9
+"""The share of its answers' tokens from which on a task counts as learned."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,8 @@ def _gap(row: dict) -> float:
     return row["above_best"]["value"] if row["above_best"] is not None else 0.0
 
 
-def page(studies: dict[str, dict]) -> str:
-    """docs/which_encoding.md; `studies` by their names in docs/results."""
+def page(studies: dict[str, dict], tasks: dict | None = None) -> str:
+    """docs/which_encoding.md; `studies` by their names in docs/results, and the study of tasks where it is stored."""
     judged = judge(studies)
     first = next(iter(studies.values()))
     length, far = first["train_length"], next(row["rise"]["length"] for row in first["rows"] if "rise" in row)
@@ -125,9 +129,12 @@ def page(studies: dict[str, dict]) -> str:
     )
     limits = (
         "What it cannot say: whether the same holds for larger models and more text (the paper's tables, of 354 "
-        "million weights, are in [beside_the_paper.md](beside_the_paper.md)), and what an encoding is worth where the "
-        "answer stands far back: a model that ignores far text holds too."
+        "million weights, are in [beside_the_paper.md](beside_the_paper.md))"
     )
+    far_back = (
+        ", and what an encoding is worth where the answer stands far back: a model that ignores far text holds too."
+    )
+    limits += "." if tasks is not None else far_back
     rows = [head, ["---"] * len(head), *map(_cells, judged)]
     figures = "\n".join(f"![Rises at {far:,} tokens, {STUDIES[name]}](results/{name}/far.png)" for name in studies)
     blocks = [
@@ -137,9 +144,43 @@ def page(studies: dict[str, dict]) -> str:
         figures,
         "\n".join(f"| {' | '.join(row)} |" for row in rows),
         textwrap.fill(origin, WIDTH),
+        *(task_blocks(tasks) if tasks is not None else []),
         textwrap.fill(limits, WIDTH),
     ]
     return "\n\n".join(blocks) + "\n"
+
+
+def task_blocks(study: dict) -> list[str]:
+    """Which encodings learn a task, and up to which length they still have it."""
+    tokens = {(row["task"], row["encoding"], row["length"]): row.get("tokens", 0.0) for row in study["tasks"]}
+    names, encodings, lengths = (list(dict.fromkeys(key[place] for key in tokens)) for place in range(3))
+    shortest, *longer = sorted(lengths)
+
+    def able(task: str, length: int) -> list[str]:
+        return [one for one in encodings if tokens.get((task, one, length), 0.0) >= LEARNED]
+
+    rows = [["task", f"learned at {shortest}", *(f"still at {length:,}" for length in longer)]]
+    for task in (task for task in names if able(task, shortest)):
+        kept, cells = able(task, shortest), []
+        for length in (shortest, *longer):
+            kept = [one for one in kept if one in able(task, length)]
+            cells.append(", ".join(kept) or "-")
+        rows.append([task, *cells])
+    unlearned = [task for task in names if not able(task, shortest)]
+    words = (
+        "A model that ignores far text holds too, so models of the same size were trained on tasks whose answer stands "
+        f"back in the text, all {len(names)} in turn at up to {shortest} characters, and asked at up to "
+        f"{max(lengths):,}; one seed of {_named(encodings)}. A task is *learned* where at least {LEARNED:.0%} of its "
+        "answers' tokens are right, given the right ones before."
+    )
+    words += f" No encoding learned {_named(unlearned)}." if unlearned else ""
+    return [
+        "## Where the answer stands far back",
+        textwrap.fill(words, WIDTH),
+        "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], ["---"] * len(rows[0]), *rows[1:]]),
+        f"![Tokens of answers that are right, by task and length](results/{TASKS}/tasks.png)",
+        f"All numbers: [the report](results/{TASKS}/report.md).",
+    ]
 
 
 def _intervals(studies: dict[str, dict]) -> str:

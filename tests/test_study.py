@@ -39,7 +39,7 @@ from lengthwise.study.execute import (
     train_runs,
 )
 from lengthwise.study.record import TrainingOutcome, is_recorded, read_outcome
-from lengthwise.study.report import hypothesis_words, paper_rows, paper_tables, summary, task_sections
+from lengthwise.study.report import hypothesis_rows, hypothesis_words, paper_rows, paper_tables, summary, task_sections
 from lengthwise.study.results import JudgedHypothesis, StudyResults
 from lengthwise.study.runs import contrastive_runs, study_runs
 from lengthwise.study.watch import missing_commands, watch_study
@@ -229,7 +229,7 @@ def test_a_study_writes_one_report_that_opens_offline_and_never_repeats_what_is_
     assert {path: path.stat().st_mtime_ns for path in files} == before
 
 
-def test_seeds_stand_beside_each_other_and_hypotheses_are_judged_by_their_interval(tmp_path, in_process):
+def test_seeds_stand_beside_each_other_and_hypotheses_are_judged_by_their_interval(tmp_path, in_process, monkeypatch):
     hypotheses = {"alibi": {"at_most": 9.0}, "none": {"above": 9.0}, "fire": {"at_most": 0.1}}
     run_study(small(tmp_path, encodings=["alibi", "none"], seeds=[1, 2], hypotheses=hypotheses))
     content = json.loads((tmp_path / "out/study.json").read_text())
@@ -252,6 +252,11 @@ def test_seeds_stand_beside_each_other_and_hypotheses_are_judged_by_their_interv
     assert "Above the best at 32 tokens" in titles
     undecided = JudgedHypothesis("alibi", "at_most", 0.5, [0.4, 0.6], Interval(0.3, 0.7))
     assert undecided.verdict == "not decided"
+    config = small(tmp_path, hypotheses={"alibi": {"at_most": 0.5}})
+    results = StudyResults(config, study_runs(config), None, [], {}, {}, {}, 0.0)
+    monkeypatch.setattr(StudyResults, "hypotheses", lambda self: [undecided])
+    monkeypatch.setattr(StudyResults, "under_trained", lambda self: ["alibi"])
+    assert hypothesis_rows(results)[1][-1] == "not decided, under-trained"
     with pytest.raises(ValueError, match=r"must be one of 'at_most', .* and a number, got \['below'\]"):
         study_runs(small(tmp_path, hypotheses={"alibi": {"below": 1.0}}))
     with pytest.raises(ValueError, match="ndcg_below is a hypothesis on retrieval, got a study without --retrieval"):

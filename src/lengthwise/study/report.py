@@ -401,7 +401,8 @@ def hypothesis_rows(results: StudyResults) -> Rows:
         expected = f"{kind.words} {judged.bound:{kind.format}}"
         measured = ", ".join(f"{value:{kind.format}}" for value in judged.values) or "-"
         interval = _ends(judged.interval, f"{{:{kind.format}}}".format)
-        rows.append([judged.encoding, expected, measured, interval, judged.verdict])
+        verdict = judged.verdict + (", under-trained" if judged.encoding in results.under_trained() else "")
+        rows.append([judged.encoding, expected, measured, interval, verdict])
     return rows if results.config.hypotheses else []
 
 
