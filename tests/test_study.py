@@ -171,6 +171,26 @@ def test_the_page_on_which_encoding_to_use_says_only_what_the_intervals_of_all_t
     assert "% (+1.0% to +2.9%) | - | holds |" in page
     assert "Wikipedia was measured with Lengthwise 0.0.9, which is not this version." in page
     assert "Nats are per token of each text's own tokenizer" in page
+    assert "a model that ignores far text holds too." in page
+    # With the study of tasks: who learns one, and how far those still have it.
+    shares = {
+        ("copy", "cable"): (0.95, 0.92, 0.5),
+        ("copy", "rope"): (0.99, 0.3, 0.95),
+        ("copy", "none"): (0.5, 0.95, 0.95),
+        ("parity", "cable"): (0.5, 0.5, 0.5),
+    }
+    tasks = [
+        {"task": task, "encoding": encoding, "length": length, "tokens": share}
+        for (task, encoding), row in shares.items()
+        for length, share in zip((64, 128, 256), row, strict=True)
+    ]
+    tasks.append({"task": "copy", "encoding": "learned", "length": 64, "refused": "too long"})
+    page = " ".join(write(studies, {"tasks": tasks}).split())
+    assert "| task | learned at 64 | still at 128 | still at 256 | | --- | --- | --- | --- |" in page
+    assert "| copy | cable, rope | cable | - |" in page, "one that lost it does not get it back"
+    assert "No encoding learned parity." in page
+    assert "one seed of cable, rope, none and learned." in page
+    assert "a model that ignores far text holds too." not in page
 
 
 def test_measuring_in_a_thread_leaves_the_threads_of_the_process_as_they_were():
