@@ -171,7 +171,7 @@ def task_blocks(study: dict) -> list[str]:
         "A model that ignores far text holds too, so models of the same size were trained on tasks whose answer stands "
         f"back in the text, all {len(names)} in turn at up to {shortest} characters, and asked at up to "
         f"{max(lengths):,}; one seed of {_named(encodings)}. A task is *learned* where at least {LEARNED:.0%} of its "
-        "answers' tokens are right, given the right ones before."
+        "answers' tokens are right, given the right ones before; with more steps or another seed more might be."
     )
     words += f" No encoding learned {_named(unlearned)}." if unlearned else ""
     return [
