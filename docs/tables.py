@@ -215,8 +215,9 @@ if __name__ == "__main__":
     files = {what: ROOT / f"benchmarks/results/model-{what}.jsonl" for what in MODEL}
     if all(path.exists() for path in files.values()):
         text = filled(text, "model", model({what: rows_of(path) for what, path in files.items()}))
-    if studies := which_encoding.stored_studies():
-        (ROOT / "docs/which_encoding.md").write_text(which_encoding.page(studies, stored_results(which_encoding.TASKS)))
+    studies, tasks = which_encoding.stored_studies(), stored_results(which_encoding.TASKS)
+    if studies and tasks is not None:
+        (ROOT / "docs/which_encoding.md").write_text(which_encoding.page(studies, tasks))
     if (stored := stored_results(STUDY)) is not None:
         text = filled(text, "study", study(stored))
     README.write_text(text)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from results import stored_results
 
+from lengthwise.evaluate.table import markdown
+
 STUDIES = {"full-stdlib": "Python's library", "full-wikipedia": "Wikipedia"}
 """The stored studies, and their texts in words."""
 DATA = {"stdlib": "Python's library", "wikipedia.jsonl": "Wikipedia"}
@@ -85,8 +87,8 @@ def _gap(row: dict) -> float:
     return row["above_best"]["value"] if row["above_best"] is not None else 0.0
 
 
-def page(studies: dict[str, dict], tasks: dict | None = None) -> str:
-    """docs/which_encoding.md; `studies` by their names in docs/results, and the study of tasks where it is stored."""
+def page(studies: dict[str, dict], tasks: dict) -> str:
+    """docs/which_encoding.md; `studies` by their names in docs/results, and the study of tasks."""
     judged = judge(studies)
     first = next(iter(studies.values()))
     length, far = first["train_length"], next(row["rise"]["length"] for row in first["rows"] if "rise" in row)
@@ -129,22 +131,17 @@ def page(studies: dict[str, dict], tasks: dict | None = None) -> str:
     )
     limits = (
         "What it cannot say: whether the same holds for larger models and more text (the paper's tables, of 354 "
-        "million weights, are in [beside_the_paper.md](beside_the_paper.md))"
+        "million weights, are in [beside_the_paper.md](beside_the_paper.md))."
     )
-    far_back = (
-        ", and what an encoding is worth where the answer stands far back: a model that ignores far text holds too."
-    )
-    limits += "." if tasks is not None else far_back
-    rows = [head, ["---"] * len(head), *map(_cells, judged)]
     figures = "\n".join(f"![Rises at {far:,} tokens, {STUDIES[name]}](results/{name}/far.png)" for name in studies)
     blocks = [
         "# Which encoding should I use?",
         textwrap.fill(rule, WIDTH),
         "\n".join(textwrap.fill(f"- {answer}", WIDTH, subsequent_indent="  ") for answer in answers),
         figures,
-        "\n".join(f"| {' | '.join(row)} |" for row in rows),
+        markdown([head, *map(_cells, judged)]),
         textwrap.fill(origin, WIDTH),
-        *(task_blocks(tasks) if tasks is not None else []),
+        *task_blocks(tasks),
         textwrap.fill(limits, WIDTH),
     ]
     return "\n\n".join(blocks) + "\n"
@@ -166,18 +163,19 @@ def task_blocks(study: dict) -> list[str]:
             kept = [one for one in kept if one in able(task, length)]
             cells.append(", ".join(kept) or "-")
         rows.append([task, *cells])
+    seeds = "one seed" if len(study["seeds"]) == 1 else f"{len(study['seeds'])} seeds"
     unlearned = [task for task in names if not able(task, shortest)]
     words = (
         "A model that ignores far text holds too, so models of the same size were trained on tasks whose answer stands "
         f"back in the text, all {len(names)} in turn at up to {shortest} characters, and asked at up to "
-        f"{max(lengths):,}; one seed of {_named(encodings)}. A task is *learned* where at least {LEARNED:.0%} of its "
+        f"{max(lengths):,}; {seeds} of {_named(encodings)}. A task is *learned* where at least {LEARNED:.0%} of its "
         "answers' tokens are right, given the right ones before; with more steps or another seed more might be."
     )
     words += f" No encoding learned {_named(unlearned)}." if unlearned else ""
     return [
         "## Where the answer stands far back",
         textwrap.fill(words, WIDTH),
-        "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], ["---"] * len(rows[0]), *rows[1:]]),
+        markdown(rows),
         f"![Tokens of answers that are right, by task and length](results/{TASKS}/tasks.png)",
         f"All numbers: [the report](results/{TASKS}/report.md).",
     ]
