@@ -13,11 +13,11 @@ from train_kit import finish
 
 from lengthwise.evaluate.retrieval_table import RetrievalScore
 from lengthwise.evaluate.statistics import t_interval
+from lengthwise.study.beside import paper_retrieval_rows
 from lengthwise.study.config import StudyConfig
 from lengthwise.study.engine import Engine, StudyProgress, TrainingJob, parallel_jobs, train_runs
 from lengthwise.study.execute import run_study
 from lengthwise.study.record import TrainingOutcome
-from lengthwise.study.report import paper_retrieval_rows
 from lengthwise.study.results import StudyResults
 from lengthwise.study.runs import contrastive_runs, study_runs
 from lengthwise.study.watch import missing_commands

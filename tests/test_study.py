@@ -31,6 +31,7 @@ from lengthwise.evaluate.tasks import TaskScore
 from lengthwise.files import command_line
 from lengthwise.runs import Run
 from lengthwise.study import engine, evaluator, execute
+from lengthwise.study.beside import paper_rows, paper_tables
 from lengthwise.study.config import StudyConfig
 from lengthwise.study.engine import LocalPool, parallel_jobs
 from lengthwise.study.execute import (
@@ -39,9 +40,10 @@ from lengthwise.study.execute import (
     train_runs,
 )
 from lengthwise.study.record import TrainingOutcome, is_recorded, read_outcome
-from lengthwise.study.report import hypothesis_rows, hypothesis_words, paper_rows, paper_tables, summary, task_sections
+from lengthwise.study.report import hypothesis_rows, hypothesis_words, summary
 from lengthwise.study.results import JudgedHypothesis, StudyResults
 from lengthwise.study.runs import contrastive_runs, study_runs
+from lengthwise.study.task_sections import task_sections
 from lengthwise.study.watch import missing_commands, watch_study
 from lengthwise.train import TrainConfig, train
 

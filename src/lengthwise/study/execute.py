@@ -30,12 +30,13 @@ from lengthwise.evaluate.run import CAUSAL_OPTIONS
 from lengthwise.files import write_atomic
 from lengthwise.loading import resolve_device
 from lengthwise.model.stretch.spec import parse_stretch
+from lengthwise.study.beside import check_beside, check_paper
 from lengthwise.study.config import StudyConfig
 from lengthwise.study.engine import TRAINED_ELSEWHERE, LocalPool, StudyProgress, train_runs
 from lengthwise.study.engines import make_engine
 from lengthwise.study.evaluator import RunEvaluator
 from lengthwise.study.record import RunRecord, TrainingSummary, read_outcome
-from lengthwise.study.report import check_beside, check_paper, write_report
+from lengthwise.study.report import write_report
 from lengthwise.study.results import StudyResults
 from lengthwise.study.runs import StudyRun, contrastive_runs, study_runs
 from lengthwise.study.tune import with_tuned_rates
