@@ -31,6 +31,7 @@ from lengthwise.evaluate.tasks import TaskScore
 from lengthwise.files import command_line
 from lengthwise.runs import Run
 from lengthwise.study import engine, evaluator, execute
+from lengthwise.study import runs as runs_module
 from lengthwise.study.beside import paper_rows, paper_tables
 from lengthwise.study.config import StudyConfig
 from lengthwise.study.engine import LocalPool, parallel_jobs
@@ -46,6 +47,7 @@ from lengthwise.study.runs import contrastive_runs, study_runs
 from lengthwise.study.task_sections import task_sections
 from lengthwise.study.watch import missing_commands, watch_study
 from lengthwise.train import TrainConfig, train
+from lengthwise.train.setup import model_config
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs/studies").glob("*.yaml"))
 
@@ -209,10 +211,12 @@ def test_an_encoding_that_replaces_the_scores_is_no_measure_of_what_the_others_l
     config = small(tmp_path, encodings=list(values))
     monkeypatch.setattr(StudyResults, "_measured_names", lambda self: list(values))
     monkeypatch.setattr(StudyResults, "_value", lambda self, name: values[name])
-    results = StudyResults(config, study_runs(config), None, [], {}, {}, {}, 0.0)
+    built, results = [], StudyResults(config, study_runs(config), None, [], {}, {}, {}, 0.0)
+    monkeypatch.setattr(runs_module, "model_config", lambda *args, **kw: built.append(1) or model_config(*args, **kw))
     assert (results.best, results.best_unchanged) == ("kerple+dape", "cable")
     assert results.under_trained() == ["none"]
     assert results.behind() == ["rope", "none"]
+    assert len(built) == len(values), "each encoding is built once: a report of many asks again and again"
 
 
 def test_a_study_writes_one_report_that_opens_offline_and_never_repeats_what_is_done(tmp_path, in_process):

@@ -7,6 +7,7 @@ import platform
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -139,12 +140,12 @@ class StudyResults:
         except ValueError:  # other tokens at each length
             return None
 
-    @property
+    @cached_property
     def best(self) -> str | None:
         """The encoding with the lowest value at the training length; None where none was measured there."""
         return self._lowest(self._measured_names())
 
-    @property
+    @cached_property
     def best_unchanged(self) -> str | None:
         """The best of those that leave the scores as they are; the best of all where none does."""
         return self._lowest([name for name in self._measured_names() if not self.rescores(name)]) or self.best

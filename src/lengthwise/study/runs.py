@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shlex
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ class StudyRun:
         """Its config with every option filled in."""
         return self.config.resolved()
 
-    @property
+    @cached_property
     def rescores(self) -> bool:
         """Whether an encoding of any layer replaces the scores."""
         schedule = model_config(self.resolved, vocabulary=1).schedule
