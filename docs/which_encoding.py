@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from results import stored_results
 
+from lengthwise.evaluate.statistics import interval_words
 from lengthwise.evaluate.table import markdown
 
 STUDIES = {"full-stdlib": "Python's library", "full-wikipedia": "Wikipedia"}
@@ -183,15 +184,8 @@ def task_blocks(study: dict) -> list[str]:
 
 def _intervals(studies: dict[str, dict]) -> str:
     """What the intervals of each text are over, from the seeds that were measured."""
-    words = []
-    for name, study in studies.items():
-        counts = sorted({row["seeds_measured"] for row in study["rows"]})
-        several = [count for count in counts if count > 1]
-        numbers = " to ".join(map(str, dict.fromkeys([several[0], several[-1]]))) if several else ""
-        over = [f"by Student's t over {numbers} seeds"] if several else []
-        over += ["of one seed over documents"] if 1 in counts else []
-        words.append(f"{STUDIES[name]}: {', '.join(over)}")
-    return "; ".join(words)
+    counts = {STUDIES[name]: [row["seeds_measured"] for row in study["rows"]] for name, study in studies.items()}
+    return "; ".join(f"{text}: {interval_words(seeds)}" for text, seeds in counts.items())
 
 
 def _rates(studies: dict[str, dict]) -> str:

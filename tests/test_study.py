@@ -180,7 +180,7 @@ def test_the_page_on_which_encoding_to_use_says_only_what_the_intervals_of_all_t
     other = study(row("rope", behind, broken, seeds=1), best, row("alibi", behind, [0, 0.01]), rescored, is_test=True)
     studies["full-wikipedia"] = other | {"of_another_version": "0.0.9"}
     page = " ".join(write(studies, {"tasks": tasks, "seeds": [1]}).split())
-    assert "Wikipedia: by Student's t over 3 seeds, of one seed over documents)" in page
+    assert "Wikipedia: by Student's t over 3 seeds, of one score over documents)" in page
     assert "chosen on Python's library; nothing was chosen on Wikipedia." in page
     assert "**Not measured on Wikipedia so far**, so judged without it" in page
     assert "and no best of it: kerple, learned and none." in page
