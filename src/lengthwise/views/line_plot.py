@@ -23,7 +23,7 @@ KEYED = 12
 ROW = 0.125
 """The least height of such a name, in inches."""
 APART, SPREAD = 0.03, 0.24
-"""How far bars at one length stand apart, and the first from the last at most, as a part of a doubling."""
+"""How far lines with bars stand apart at one length, and the first from the last at most, as a part of a doubling."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,9 @@ def lines_figure(
     many = len(lines) > KEYED
     if many:
         lines = _in_order(lines)
+    places = sorted({x for line in lines for x in line.x})
+    is_whole = [line.x[-1] == places[-1] for line in lines]
+    lines = _side_by_side(lines) if lengths else lines
     height = max(HEIGHT, ROW * len(lines)) if many else HEIGHT
     key = max(KEY, MARK + LETTER * max(len(line.name) for line in lines))
     figure = new_figure(LEFT + WIDTH + key, TOP + height + BELOW)
@@ -71,13 +74,10 @@ def lines_figure(
     # A text that is hard for all models widens every interval alike: the lines fill the figure, bars can leave it.
     if not whole_bars:
         axes.set_ylim(axes.get_ylim())
-    apart = min(APART, SPREAD / max(1, len(lines) - 1))
     for place, line in enumerate(lines):
         if line.low is not None and line.high is not None:
-            # Beside one another, a few hundredths of a doubling apart.
-            beside = 2 ** (apart * (place - (len(lines) - 1) / 2)) if lengths else 1.0
             colour = COLOURS[place % len(COLOURS)]
-            axes.vlines([beside * x for x in line.x], line.low, line.high, color=colour, alpha=0.45, linewidth=0.8)
+            axes.vlines(line.x, line.low, line.high, color=colour, alpha=0.45, linewidth=0.8)
     if marked is not None:
         axes.axvline(marked, color=GREY, linewidth=0.7, linestyle=(0, (4, 3)), zorder=0)
         axes.annotate(
@@ -95,7 +95,6 @@ def lines_figure(
         axes.yaxis.set_minor_formatter(FuncFormatter(_plain))
     if lengths:
         axes.set_xscale("log", base=2)
-        places = sorted({x for line in lines for x in line.x})
         axes.set_xticks(places, [f"{x:,.0f}" for x in places])
         axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel(across, size=MIDDLE)
@@ -104,10 +103,19 @@ def lines_figure(
     axes.grid(axis="y", color="0.9", linewidth=0.5)
     axes.spines[["top", "right"]].set_visible(False)
     if many:
-        _name_ends(axes, lines, height)
+        _name_ends(axes, lines, is_whole, height)
     else:
         axes.legend(fontsize=SMALL + 0.5, loc="upper left", bbox_to_anchor=(1.01, 1.02), frameon=False)
     return figure
+
+
+def _side_by_side(lines: Sequence[Line]) -> list[Line]:
+    """Each a few hundredths of a doubling beside the last, if any has bars, which would hide one another."""
+    if all(line.low is None for line in lines):
+        return list(lines)
+    apart, middle = min(APART, SPREAD / max(1, len(lines) - 1)), (len(lines) - 1) / 2
+    moves = [2 ** (apart * (place - middle)) for place in range(len(lines))]
+    return [replace(line, x=[move * x for x in line.x]) for move, line in zip(moves, lines, strict=True)]
 
 
 def _in_order(lines: Sequence[Line]) -> list[Line]:
@@ -117,7 +125,7 @@ def _in_order(lines: Sequence[Line]) -> list[Line]:
     return sorted(named, key=lambda line: (line.x[-1], line.y[-1]), reverse=True)
 
 
-def _name_ends(axes: Axes, lines: Sequence[Line], height: float) -> None:
+def _name_ends(axes: Axes, lines: Sequence[Line], is_whole: Sequence[bool], height: float) -> None:
     """The name of each line at the right, as near to its end as the others allow, and a thin line between the two.
 
     The names of lines that end before the others stand at the bottom, with no thin line.
@@ -125,7 +133,6 @@ def _name_ends(axes: Axes, lines: Sequence[Line], height: float) -> None:
     axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())  # no more scaling: the ends stay where they are
     to_axes = axes.transData + axes.transAxes.inverted()
     ends = [tuple(map(float, to_axes.transform((line.x[-1], line.y[-1])))) for line in lines]
-    is_whole = [line.x[-1] == lines[0].x[-1] for line in lines]
     wanted = [
         (up if math.isfinite(up) else 1.0) if whole else 0.0 for (_, up), whole in zip(ends, is_whole, strict=True)
     ]
