@@ -137,13 +137,13 @@ def page(studies: dict[str, dict], tasks: dict) -> str:
     figures = "\n".join(f"![Rises at {far:,} tokens, {STUDIES[name]}](results/{name}/far.png)" for name in studies)
     blocks = [
         "# Which encoding should I use?",
-        textwrap.fill(rule, WIDTH),
-        "\n".join(textwrap.fill(f"- {answer}", WIDTH, subsequent_indent="  ") for answer in answers),
+        _filled(rule),
+        "\n".join(_filled(f"- {answer}", indent="  ") for answer in answers),
         figures,
         markdown([head, *map(_cells, judged)]),
-        textwrap.fill(origin, WIDTH),
+        _filled(origin),
         *task_blocks(tasks),
-        textwrap.fill(limits, WIDTH),
+        _filled(limits),
     ]
     return "\n\n".join(blocks) + "\n"
 
@@ -175,11 +175,16 @@ def task_blocks(study: dict) -> list[str]:
     words += f" No encoding learned {_named(unlearned)}." if unlearned else ""
     return [
         "## Where the answer stands far back",
-        textwrap.fill(words, WIDTH),
+        _filled(words),
         markdown(rows),
         f"![Tokens of answers that are right, by task and length](results/{TASKS}/tasks.png)",
         f"All numbers: [the report](results/{TASKS}/report.md).",
     ]
+
+
+def _filled(text: str, indent: str = "") -> str:
+    """Wrapped at spaces alone: an address must stay whole."""
+    return textwrap.fill(text, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _intervals(studies: dict[str, dict]) -> str:
