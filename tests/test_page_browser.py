@@ -13,7 +13,7 @@ from lengthwise.encodings.kerple import kerple_log
 from lengthwise.inspect import position_maps, position_views
 from lengthwise.inspect.model_maps import position_records
 from lengthwise.inspect.scores import LazyScores
-from lengthwise.study.document import Section, as_html
+from lengthwise.study.sections import Section, as_html
 from lengthwise.views.page import Page, Snapshot, document
 from lengthwise.views.style import colour_scale
 

@@ -123,6 +123,16 @@ def test_stored_records_are_of_the_runs_that_the_full_study_would_train_today(te
     assert stored == {run.name for run in runs if is_recorded(out, run)}
 
 
+def test_pairs_of_a_stored_study_are_those_of_its_report(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "docs")
+    pairs, results = importlib.import_module("pairs"), importlib.import_module("results")
+    rows = {row["encoding"]: row for row in results.stored_results("full-wikipedia")["rows"]}
+    (best,) = (name for name, row in rows.items() if row["is_best"])
+    value, interval = pairs.stored_table("full-wikipedia").difference("cable", best, 128)
+    above = rows["cable"]["above_best"]
+    assert (value, list(interval)) == (above["value"], above["interval"])
+
+
 def test_the_page_on_which_encoding_to_use_says_only_what_the_intervals_of_all_texts_allow(monkeypatch):
     def row(encoding, gap, rise, under_trained=False, seeds=3):
         above = None if gap is None else {"value": sum(gap) / 2, "interval": gap}

@@ -9,8 +9,8 @@ from lengthwise.evaluate import LengthTable
 from lengthwise.evaluate.retrieval_table import RetrievalTable
 from lengthwise.evaluate.table import format_value
 from lengthwise.study.config import StudyConfig
-from lengthwise.study.document import Rows, Section
 from lengthwise.study.results import StudyResults
+from lengthwise.study.sections import Rows, Section
 
 
 def paper_tables() -> dict[str, Any]:

@@ -10,10 +10,10 @@ from lengthwise.evaluate.table import format_value, has_bars, length_figure, ris
 from lengthwise.files import command_line, json_text, write_atomic
 from lengthwise.study.beside import beside_sections, paper_rows
 from lengthwise.study.config import HYPOTHESIS_KINDS
-from lengthwise.study.document import Picture, Rows, Section, as_html, as_json, as_markdown
 from lengthwise.study.results import BEHIND, StudyResults, origin
 from lengthwise.study.retrieval_sections import retrieval_sections, retrieval_summary
 from lengthwise.study.runs import StudyRun
+from lengthwise.study.sections import Picture, Rows, Section, as_html, as_json, as_markdown
 from lengthwise.study.task_sections import task_sections
 from lengthwise.views.estimates_plot import Estimate, estimates_figure
 from lengthwise.views.line_plot import Line, lines_figure

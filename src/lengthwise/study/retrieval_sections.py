@@ -3,8 +3,8 @@
 from lengthwise.evaluate.retrieval_table import retrieval_figure
 from lengthwise.evaluate.statistics import interval_words
 from lengthwise.study.beside import paper_retrieval_rows
-from lengthwise.study.document import Picture, Section
 from lengthwise.study.results import StudyResults
+from lengthwise.study.sections import Picture, Section
 from lengthwise.views.style import png
 
 

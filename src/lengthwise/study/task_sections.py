@@ -7,8 +7,8 @@ from matplotlib.figure import Figure
 
 from lengthwise.evaluate.statistics import interval_words
 from lengthwise.evaluate.tasks import task_notes
-from lengthwise.study.document import Picture, Rows, Section
 from lengthwise.study.results import StudyResults, TaskShare
+from lengthwise.study.sections import Picture, Rows, Section
 from lengthwise.views.heat_map import HeatMap, heat_maps_figure
 from lengthwise.views.style import png
 

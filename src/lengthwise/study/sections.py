@@ -1,4 +1,4 @@
-"""A document of sections: rendered to one HTML file that opens offline, to Markdown and to JSON.
+"""What a report consists of, sections: rendered to one HTML file that opens offline, to Markdown and to JSON.
 
 In HTML every string is escaped, pictures are inside the file, and there is no script.
 """
