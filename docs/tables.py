@@ -121,15 +121,17 @@ def _measured(born: list[dict]) -> str:
 
 def ratios(rows: list[dict]) -> str:
     """A line a case: the median of the ratios in a round and its quartiles, beside the target."""
-    lines = ["| | ratio | quartiles | target |", "|---" * 4 + "|"]
+    lines, missed = ["| | ratio | quartiles | target |", "|---" * 4 + "|"], []
     for row in rows:
         case, ratio, limit = _case(row)
         # Memory is measured once.
         middle, ends = (ratio, ()) if isinstance(ratio, float) else (ratio["median"], ratio["quartiles"])
+        missed += [case] if limit is not None and middle > limit else []
         cells = [case, f"{middle:.2f}", " to ".join(f"{end:.2f}" for end in ends), limit and f"{limit:.2f}"]
         lines.append("| " + " | ".join(cell or "" for cell in cells) + " |")
     born = [row["born"] for row in rows]
-    lines += ["", _measured(born)]
+    met = f"missed by {', '.join(missed)}" if missed else "met by all that have one"
+    lines += ["", f"The target is the highest ratio that we set ourselves; it is {met}. {_measured(born)}"]
     return "\n".join(lines)
 
 

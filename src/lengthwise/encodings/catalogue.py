@@ -182,7 +182,10 @@ def _cost(cls: type[Encoding]) -> str:
         return "scores rescored " + ("in the CPU kernel, tile by tile" if described else "block of rows by block")
     if FunctionBias in kinds or DenseBias in kinds:
         return "a function of the pair, tile by tile; linear memory"
-    return "described: in the CPU kernel, linear memory" if kinds else "that of attention without a bias"
+    if kinds:
+        return "described: in the CPU kernel, linear memory"
+    turning = any(member.overrides("rotate") for member in members)
+    return "attention without a bias" + (", and turning queries and keys before it" if turning else "")
 
 
 def _short(name: str, cls: type[Encoding]) -> tuple[str, ...]:
