@@ -1,5 +1,6 @@
 """Optimizers of a run: what each steps, at which rate, and that a run that was stopped goes on as if it was not."""
 
+import dataclasses
 import json
 
 import pytest
@@ -115,6 +116,7 @@ def test_an_encoding_s_rate_is_tuned_or_keeps_its_ratio_to_the_model_s(monkeypat
     nano = TrainConfig(encoding="sinusoidal").resolved()
     double = TrainConfig(encoding="sinusoidal", learning_rate=2 * nano.learning_rate).resolved()
     assert double.encoding_learning_rate == pytest.approx(2 * nano.encoding_learning_rate)
+    assert double.final_learning_rate == pytest.approx(2 * nano.final_learning_rate), "a low rate must not rise"
     paper = TrainConfig(preset="tiny").resolved()
     assert (paper.optimizer, paper.encoding_learning_rate) == ("adamw", paper.learning_rate)
     other = TrainConfig(optimizer="adamw", encoding="t5-clamped").resolved()
@@ -172,3 +174,5 @@ def test_every_encoding_has_as_many_tries_and_the_best_is_chosen(tmp_path, monke
         best = min([third, *below], key=lambda result: result["loss"])
         assert tuned.rates[name]["encoding_learning_rate"] == best["encoding_learning_rate"]
         assert tuned.rates[name]["learning_rate"] == best["learning_rate"]
+    with pytest.raises(ValueError, match=r"is finished: .* steps: 4 then, 5 now"):
+        with_tuned_rates(dataclasses.replace(config, tune_steps=5))

@@ -481,6 +481,19 @@ def test_without_training_a_study_gathers_what_is_there(tmp_path, in_process):
     assert "alibi" in said
 
 
+def test_a_finished_run_of_other_options_does_not_pass_for_one_of_these(tmp_path, in_process):
+    trained, _ = in_process
+    run_study(small(tmp_path))
+    record = (tmp_path / "out/records/alibi-1337.json").read_bytes()
+    for changes in ({}, {"train": False}):
+        with pytest.raises(ValueError, match=r"alibi-1337 is finished: a run must be .* steps: 3 then, 4 now"):
+            run_study(small(tmp_path, steps=4, **changes))
+    with pytest.raises(ValueError, match="steps: 3 then, 4 now"):
+        missing_commands(small(tmp_path, steps=4))
+    assert len(trained) == 2
+    assert (tmp_path / "out/records/alibi-1337.json").read_bytes() == record
+
+
 def test_other_lengths_are_measured_anew_without_training(tmp_path, in_process):
     trained, _ = in_process
     run_study(small(tmp_path))

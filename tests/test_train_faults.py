@@ -5,6 +5,7 @@ import errno
 import os
 import re
 import resource
+import shutil
 import signal
 import threading
 
@@ -102,6 +103,16 @@ def test_without_one_whole_checkpoint_nothing_is_resumed(tmp_path, monkeypatch):
         (checkpoint / "seal.json").write_text("{")
     with pytest.raises(ValueError, match=r"must have an intact checkpoint, .* all are damaged, .* its seal cannot be"):
         train(dataclasses.replace(config, resume=True))
+
+
+def test_a_finished_run_whose_checkpoints_were_removed_stays_as_it_is(tmp_path):
+    config = small_config(tmp_path, steps=3, warmup=1, maps_every=1)
+    run = train(config)
+    shutil.rmtree(run.folder / "checkpoints")
+    before = [run.metrics, run.maps]
+    assert len(before[0]) == 3
+    train(dataclasses.replace(config, resume=True))
+    assert [run.metrics, run.maps] == before
 
 
 def test_a_disk_that_is_full_leaves_the_checkpoints_before_it_and_says_so(whole, tmp_path, capfd):

@@ -64,6 +64,8 @@ def run_study(config: StudyConfig) -> str:
         config = with_tuned_rates(config)
     runs = study_runs(config)
     later = contrastive_runs(config, runs)
+    for run in (*runs, *later):
+        run.check_finished()
     if config.train:
         dry_run(runs[0].config)
     evaluation = evaluation_of(config, runs[0])

@@ -55,6 +55,17 @@ class StudyRun:
         """Whether its final model is there."""
         return self.run is not None and self.run.is_finished
 
+    def check_finished(self) -> None:
+        """An error if a finished run in its folder had other options: its scores would pass for those of this one."""
+        if self.run is None or not self.is_finished:
+            return
+        # A study that was moved has the runs that others start from in another folder.
+        stored = self.run.config | {"start_from": self.config.start_from}
+        try:
+            self.resolved.check_resumes(stored)
+        except ValueError as error:
+            raise ValueError(f"{self.config.out} is finished: {error}") from error
+
     def becomes_finished(self) -> bool:
         """Whether its final model is there, or will be soon: another machine may have written it just now."""
         return appears(Path(self.config.out) / FINAL / SEAL) and self.is_finished

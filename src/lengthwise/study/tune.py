@@ -64,6 +64,8 @@ def _refuse_given_rates(config: StudyConfig) -> None:
 def _train(config: StudyConfig, tries: dict[str, list[StudyRun]]) -> dict[str, list[dict[str, Any]]]:
     """The result of every try."""
     every = [run for runs in tries.values() for run in runs]
+    for run in every:
+        run.check_finished()
     waiting = [run for run in every if not run.is_finished]
     engine = make_engine(config, waiting)
     try:

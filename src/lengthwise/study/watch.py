@@ -15,6 +15,8 @@ def missing_commands(config: StudyConfig) -> list[str]:
     """One command for each run that is missing, contrastive ones last; else any scheduler may run them in any order."""
     runs = study_runs(config)
     later = contrastive_runs(config, runs)
+    for run in (*runs, *later):
+        run.check_finished()
     # A contrastive run starts from the weights of a masked one, so that a record of that is not enough.
     missing = [run for run in runs if not run.is_finished and (later or not is_recorded(config.out, run))]
     return [run.command for run in (*missing, *(run for run in later if not run.is_finished))]

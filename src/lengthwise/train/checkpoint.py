@@ -54,6 +54,8 @@ def open_run(
     if not Run.is_run(config.out):
         writer.write_config(config.stored())
         return None
+    if Run(config.out).is_finished:  # its checkpoints may have been removed since
+        return None
     checkpoint = writer.newest_checkpoint()
     if checkpoint is not None and checkpoint[1]["data"] != data_hash:
         raise ValueError(

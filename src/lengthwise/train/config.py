@@ -348,8 +348,9 @@ class TrainConfig:
         if self.objective == "causal" and not goes_on and self.optimizer in (None, recipe["optimizer"]):
             recipe |= tuned_rates(self.preset, self.tuned_by)
         if self.learning_rate is not None:
-            # The encoding's rate keeps its ratio to the model's.
-            recipe["encoding_learning_rate"] *= self.learning_rate / recipe["learning_rate"]
+            # The last rate and the encoding's keep their ratios to the model's.
+            for name in ("final_learning_rate", "encoding_learning_rate"):
+                recipe[name] *= self.learning_rate / recipe["learning_rate"]
         if self.warmup is None and self.steps is not None and recipe["warmup"] >= self.steps:
             # A short trial of a long recipe, whose warm-up would never end.
             recipe["warmup"] = self.steps // 10
