@@ -76,6 +76,11 @@ def test_one_report_has_masked_loss_and_retrieval_by_length(tmp_path, in_process
     assert [(score["name"], score["length"]) for score in refused] == [("learned-1337-retrieval", 64)]
     run_study(config)
     assert len(trained) == 4, "nothing is trained twice"
+    answers = tmp_path / "set/qrels/test.tsv"
+    answers.write_text(answers.read_text().replace("q0\t0", "q0\t5"))
+    run_study(config)
+    scores = json.loads((tmp_path / "out/study.json").read_text())["retrieval"]
+    assert [score["ndcg"] for score in scores] != [score["ndcg"] for score in content["retrieval"]], "another set"
     assert missing_commands(config) == []
 
 

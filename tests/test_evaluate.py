@@ -25,7 +25,7 @@ from lengthwise.evaluate.corpus import PROTOCOLS, plan_text_windows
 from lengthwise.evaluate.losses import token_losses
 from lengthwise.evaluate.memory import bytes_needed, fitting_chunk
 from lengthwise.evaluate.statistics import t_interval
-from lengthwise.evaluate.table import length_figure, rise_figure
+from lengthwise.evaluate.table import control_figure, length_figure, rise_figure
 from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.model.families import max_length
 from lengthwise.model.stretch import stretching
@@ -182,6 +182,9 @@ def test_chunks_are_refused_where_angles_depend_on_the_length(text):
     for model in (small("rope-dynamic"), lw.stretch(llama(), "dynamic:4")):
         with pytest.raises(ValueError, match="depend on the length"):
             token_losses(model, tokens, scored=3, chunk=19)
+        short, long = score_lengths(model, text, [16, 64], name="x", windows=2, chunk=19)
+        assert short.refused is None, "it fits into a chunk"
+        assert "depend on the length" in long.refused
 
 
 @pytest.mark.parametrize("make", [lambda: small("rope"), llama], ids=["ours", "llama"])
@@ -383,6 +386,10 @@ def test_models_with_different_tokenizers_are_compared_in_bits_per_byte_and_the_
     table = LengthTable(scores)
     assert table.cell("a", 12).value == pytest.approx(scores[0].bits_per_byte)
     assert "bits per byte only: the models have different tokenizers" in table.text()
+    (control,) = score_lengths(small("rope"), text, [12], name="control", tokenizer="x")
+    (axes,) = control_figure(LengthTable([*scores, control]), {"a": "control"}).axes
+    (drawn,) = axes.get_lines()[0].get_ydata()
+    assert drawn == pytest.approx(scores[0].bits_per_byte / control.bits_per_byte)
 
 
 def test_a_paired_difference_of_a_model_and_itself_is_nothing_and_needs_the_same_tokens(table, text):

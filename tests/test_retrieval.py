@@ -336,7 +336,7 @@ def test_pseudo_perplexity_is_of_the_same_masked_tokens_at_every_length():
             logp = model(ids).logits[0, own - begin].log_softmax(-1)
         total -= float(logp.gather(1, wanted[:, None]).sum())
     assert scores[0][1].loss == pytest.approx(total / places.size, rel=1e-5)
-    with pytest.raises(ValueError, match="as many tokens as the longest length, 500, got 400"):
+    with pytest.raises(ValueError, match="one token more than the longest length, 501, got 400"):
         score_masked_lengths(model, corpus, [500], mask=2, name="x")
 
 

@@ -143,8 +143,8 @@ def test_the_disk_of_a_run_is_the_most_that_its_folder_has_at_a_time(tmp_path, m
         flush(path)
         weighed.append(sum(p.stat().st_size for p in Path(config.out).rglob("*.safetensors")))
 
-    flush = runs._flush
-    monkeypatch.setattr(runs, "_flush", flush_and_weigh)
+    flush = runs.flush
+    monkeypatch.setattr(runs, "flush", flush_and_weigh)
     train(config)
     resolved = config.resolved()
     with torch.device("meta"):

@@ -352,6 +352,38 @@ def test_records_of_when_no_seconds_were_taken_are_read(tmp_path, in_process):
     assert "scoring took" not in (tmp_path / "out/report.md").read_text()
 
 
+def test_a_damaged_record_is_named_and_measured_again(tmp_path, in_process, caplog):
+    trained, _ = in_process
+    config = small(tmp_path, encodings=["alibi"])
+    run_study(config)
+    path = tmp_path / "out/records/alibi-1337.json"
+    scores = json.loads(path.read_text())["scores"]
+    for damaged in (path, tmp_path / "out/seconds.json"):
+        damaged.write_text("")
+    assert missing_commands(config) == []
+    run_study(config)
+    assert f"{path} is damaged, and is made again" in caplog.text
+    again = json.loads(path.read_text())["scores"]
+    assert [score["nats"] for score in again] == [score["nats"] for score in scores]
+    assert len(trained) == 1
+
+
+def test_work_that_cannot_be_told_costs_a_run_no_score(tmp_path, in_process, monkeypatch, caplog):
+    def fails(model, ids):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(evaluator, "skipped_shares", fails)
+    assert "missing" not in run_study(small(tmp_path))
+    assert "how much learned-1337 skips at 32 tokens could not be told: out of memory" in caplog.text
+
+
+def test_a_held_out_text_too_short_for_the_lengths_is_refused_before_anything_is_trained(tmp_path, in_process):
+    trained, _ = in_process
+    with pytest.raises(ValueError, match="one token more than the longest length, 65,537, got"):
+        run_study(small(tmp_path, lengths=[32, 65536]))
+    assert trained == []
+
+
 def test_an_interrupted_study_has_a_record_of_every_run_that_ended(tmp_path, monkeypatch):
     start, recorded = LocalPool.start, []
 
@@ -415,12 +447,13 @@ def test_hypotheses_are_tested_on_text_and_seeds_that_no_rate_was_chosen_on(tmp_
 
 def test_what_is_well_behind_the_best_is_named_with_the_rates_that_were_tried(tmp_path):
     config = StudyConfig.from_options(out=str(tmp_path), encodings=["t5", "rope", "fope"], seeds=[1])
-    values = {"t5-1": 2.0, "rope-1": 2.2, "fope-1": 2.3}
+    values = {"t5-1": 2.0, "rope-1": 2.2, "fope-1": 2.3, "t5-1+window:32": 2.9}
     same = {"targets": "x", "documents": [0, 1], "tokens": [5, 5], "bytes": [9, 9]}
     scores = [Score(name, 128, "fair", "x", "y", nats=[5 * v, 5 * v], **same) for name, v in values.items()]
-    table = LengthTable(scores, rows={name: (name.removesuffix("-1"), 1) for name in values})
+    table = LengthTable(scores, rows={name: (name.replace("-1", ""), 1) for name in values})
     results = StudyResults(config, study_runs(config), table, [], {}, {}, {}, 0.0)
     _, named, late = summary(results)
+    assert "window" not in named + late, "a stretched model has the weights of another"
     assert named == (
         "More than 15% above t5, at 128 tokens: rope (22%; 4 tries, learning rates 0.012, 0.024, 0.048 and 0.096, "
         "of which 0.024 was best), fope (35%; no rates were tried for it)."
@@ -774,7 +807,8 @@ def test_another_study_stands_beside_with_values_ranks_and_rises(tmp_path, in_pr
     other = {"title": "One rate", "rows": [{"encoding": "none", "values": {"32": 9.0, "64": 18.0}}]}
     other["rows"] += [{"encoding": name, "values": {"32": 7.0, "64": None}} for name in ("alibi", "rope")]
     settings = {"data": str(tmp_path / "corpus.txt"), "tokenizer": "bytes", "objective": "causal"}
-    other |= {"metric": "perplexity", "train_length": 32, "settings": settings}
+    protocol = "perplexity; fair: the same 160 tokens at every length, each after at least three quarters of it"
+    other |= {"metric": "perplexity", "train_length": 32, "settings": settings, "notes": [protocol]}
 
     def beside(**changes):
         (tmp_path / "study.json").write_text(json.dumps(other | changes))
@@ -795,6 +829,9 @@ def test_another_study_stands_beside_with_values_ranks_and_rises(tmp_path, in_pr
     assert section["table"][1][2].endswith(" / +20.0%"), "a mean over seeds"
     assert section["paragraphs"][1].startswith("Ranks and rises only, since values of other tokens are not compared")
     assert section["paragraphs"][1].endswith(": tokenizer bytes / gpt2.")
+    section = beside(notes=["perplexity; paper"], rows=[{"encoding": "none", "values": {"32": 9.0, "128": 18.0}}])
+    assert section["table"][0] == ["here / there", "rank", "rise at 64"]
+    assert section["paragraphs"][1].endswith(f"lengths 32 to 64 / 32 to 128; protocol {protocol} / perplexity; paper.")
     for change, words in (
         ({"train_length": 128}, "of the same training length, 32, got 128"),
         ({"settings": settings | {"objective": "mlm"}}, "of the same objective, causal, got mlm"),

@@ -1,6 +1,7 @@
 """Pictures and files of position maps, looked at as a reader would."""
 
 import io
+import math
 import xml.etree.ElementTree
 from itertools import combinations
 
@@ -287,3 +288,5 @@ def test_rises_have_labels_apart_and_rows_that_are_not_judged_are_grey(highest):
     assert [label.get_color() for label in axes.get_yticklabels()] == ["black", NOT_JUDGED]
     assert [text.get_text() for text in axes.texts] == ["grey: under-trained, not to be judged"]
     assert not estimates_figure(rows[:1], title="").axes[0].texts
+    unknown = [Estimate("cable", [0.002], (math.nan, math.nan)), Estimate("rope", [highest], (math.nan, math.nan))]
+    assert 0 in estimates_figure(unknown, title="").axes[0].get_xticks()

@@ -8,6 +8,7 @@ Folders that are whole or not there are in runs.py.
 import difflib
 import hashlib
 import json
+import logging
 import math
 import os
 import platform
@@ -20,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+log = logging.getLogger(__name__)
 DISK_SECONDS = 10.0
 """How long a network disk may take to show what another machine wrote."""
 
@@ -51,7 +53,27 @@ def write_atomic(path: str | Path, content: str | bytes) -> Path:
     path = Path(path)
     with replacing(path) as partial:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        flush(partial)
     return path
+
+
+def flush(path: Path) -> None:
+    """Bring a file or folder to the disk itself: what is only on its way there is lost with the power."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_stored(path: Path) -> dict[str, Any]:
+    """The JSON in a file that can be made again; nothing where there is none, or with a warning where it is damaged."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    except ValueError as error:
+        log.warning("%s is damaged, and is made again: %s", path, error)
+        return {}
+    return content
 
 
 def json_text(content: Any) -> str:

@@ -29,7 +29,7 @@ from typing import Any, Self
 import yaml
 
 from lengthwise.errors import describe
-from lengthwise.files import file_hash, replacing, write_atomic
+from lengthwise.files import file_hash, flush, replacing, write_atomic
 
 __all__ = ["Run", "RunWriter"]
 
@@ -171,15 +171,15 @@ def seal(partial: Path, note: dict[str, Any]) -> Path:
     """Flush a filled folder to disk and give it its own name, with a note in its seal."""
     hashes = {}
     for path in sorted(p for p in partial.rglob("*") if p.is_file()):
-        _flush(path)
+        flush(path)
         hashes[path.relative_to(partial).as_posix()] = file_hash(path)
     (partial / SEAL).write_text(json.dumps({**note, "sha256": hashes}, indent=1) + "\n")
-    _flush(partial / SEAL)
+    flush(partial / SEAL)
     for folder in [*(p for p in partial.rglob("*") if p.is_dir()), partial]:
-        _flush(folder)
+        flush(folder)
     target = partial.with_name(partial.name.removesuffix(PARTIAL))
     os.rename(partial, target)
-    _flush(target.parent)
+    flush(target.parent)
     return target
 
 
@@ -213,14 +213,6 @@ def discard(folder: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
         os.rename(folder, old)
         shutil.rmtree(old)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 class RunWriter:

@@ -20,7 +20,7 @@ import inspect
 import json
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +155,13 @@ class RetrievalSet:
         for query, answers in zip(self.queries, self.relevant, strict=True):
             if not answers or min(answers.values()) < 1:
                 raise RetrievalError(f"every query must have a relevant document, got {query[:60]!r} without one")
+
+    @property
+    def sha256(self) -> str:
+        """The same for the same queries, documents and judgements."""
+        content = [self.queries, [asdict(document) for document in self.documents], self.groups]
+        judged = [sorted(numbers.items()) for numbers in (*self.relevant, self.own)]
+        return hashlib.sha256(json.dumps([*content, judged]).encode()).hexdigest()
 
 
 class EncodedSet:

@@ -125,6 +125,15 @@ class TextWindowPlan(NamedTuple):
     description: str
 
 
+def check_enough_text(total: int, longest: int) -> None:
+    """An error unless a text of `total` tokens has a window of the longest length, and a token after it."""
+    if total < longest + 1:
+        raise ValueError(
+            f"the text must have one token more than the longest length, {longest + 1:,}, got {total:,}; give more "
+            "text, or leave out that length"
+        )
+
+
 def plan_text_windows(
     protocol: Protocol,
     total: int,
@@ -144,11 +153,7 @@ def plan_text_windows(
     check_int("windows", windows)
     for name, value in (("length", length), ("stride", 1 if stride is None else stride)):
         check_int(name, value)
-    if total < longest + 1:
-        raise ValueError(
-            f"the text must have one token more than the longest length, {longest + 1:,}, got {total:,}; give more "
-            "text, or leave out that length"
-        )
+    check_enough_text(total, longest)
     if protocol == "paper":
         return _paper(total, length, windows)
     if protocol == "sliding":

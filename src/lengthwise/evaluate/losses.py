@@ -42,6 +42,10 @@ from lengthwise.model.losses import head_loss
 
 log = logging.getLogger(__name__)
 NO_POSITIONS = "at every place: the rotary angles depend on the length, so each place would need a window of its own"
+NO_CHUNKS = (
+    "chunks would not give the losses of one pass: the rotary angles of this model depend on the length, so keys that "
+    "are cached early differ; leave chunk out"
+)
 POSITION_GROUPS = 64
 """Groups of places that losses by position are averaged over."""
 
@@ -131,6 +135,8 @@ def plan_lengths(
             check_length(model, length)
             processes, rows = sharing(model, length), min(scored, LOGIT_ROWS) if every else scored
             part = chunk or fitting_chunk(model, length=length, scored=rows, processes=processes)
+            if part is not None and part < length and length_dependent(model):
+                raise NotImplementedError(NO_CHUNKS)
             if part is None and processes > 1 and isinstance(model, LengthwiseForCausalLM):
                 check_spreadable(model.config)
             if every and not isinstance(model, LengthwiseForCausalLM):
@@ -247,10 +253,7 @@ def token_losses(
         return _last_losses(model, inputs, targets, None)
     check_int("chunk", chunk)
     if length_dependent(model):
-        raise ValueError(
-            "chunks would not give the losses of one pass: the rotary angles of this model depend on the length, so "
-            "keys that are cached early differ; leave chunk out"
-        )
+        raise ValueError(NO_CHUNKS)
     cache, losses = DynamicCache(config=model.config), []
     for first in range(0, length, chunk):
         part = inputs[:, first : first + chunk]

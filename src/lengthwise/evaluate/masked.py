@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from lengthwise.encodings import PositionError
 from lengthwise.errors import check_int
-from lengthwise.evaluate.corpus import Corpus
+from lengthwise.evaluate.corpus import Corpus, check_enough_text
 from lengthwise.evaluate.losses import checked_lengths
 from lengthwise.evaluate.memory import BATCH_TOKENS, bytes_needed, memory_of
 from lengthwise.evaluate.score import Score
@@ -50,11 +50,7 @@ def score_masked_lengths(
     """
     lengths = checked_lengths(lengths)
     check_int("windows", windows)
-    if len(corpus) < lengths[-1]:
-        raise ValueError(
-            f"the text must have as many tokens as the longest length, {lengths[-1]:,}, got {len(corpus):,}; give more "
-            "text, or leave out that length"
-        )
+    check_enough_text(len(corpus), lengths[-1])
     model.eval()
     centres, span = masked_places(len(corpus), lengths, windows)
     targets = (centres[:, None] + np.arange(-(span // 2), span - span // 2, EVERY)[None]).astype(np.int64)

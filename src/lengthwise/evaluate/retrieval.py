@@ -12,6 +12,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +68,18 @@ class EncodedSets:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._corpus: RetrievalSet | None = None
         self._last: tuple[str, EncodedSet] | None = None
+
+    @cached_property
+    def texts(self) -> RetrievalSet:
+        """The set itself, read once."""
+        return retrieval_set(self.name)
 
     def read(self, tokenizer: PreTrainedTokenizerBase) -> EncodedSet:
         """In the tokens of this one."""
         key = tokenizer_id(tokenizer)
         if self._last is None or self._last[0] != key:
-            self._corpus = self._corpus or retrieval_set(self.name)
-            self._last = key, EncodedSet(self._corpus, tokenizer)
+            self._last = key, EncodedSet(self.texts, tokenizer)
         return self._last[1]
 
 

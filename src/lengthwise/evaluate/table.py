@@ -298,7 +298,8 @@ def control_figure(table: LengthTable, controls: Mapping[str, str], *, train_len
         for length in table.lengths:
             if table.seeds(name, length) and table.seeds(control, length):
                 value, interval = table.difference(name, control, length)
-                known.append((length, math.exp(value), *(math.exp(end) for end in interval)))
+                base = table.cell(control, length).value
+                known.append((length, *(_multiple(table.metric, x, base) for x in (value, *interval))))
         if known:
             lines.append(Line(name, *map(list, zip(*known, strict=True))))
     metric = METRIC_NAMES[table.metric]
@@ -310,6 +311,11 @@ def control_figure(table: LengthTable, controls: Mapping[str, str], *, train_len
         marked=train_length,
         whole_bars=True,
     )
+
+
+def _multiple(metric: str, difference: float, base: float) -> float:
+    """How many times the base a value is that differs by so many nats per token, or bits per byte."""
+    return 1 + difference / base if metric == "bits_per_byte" else math.exp(difference)
 
 
 def has_bars(table: LengthTable, name: str) -> bool:

@@ -81,14 +81,20 @@ def check_beside(config: StudyConfig) -> None:
             raise ValueError(f"--beside must be a study of the same {name}, {ours}, got {theirs} in {config.beside}")
 
 
-def beside_differences(config: StudyConfig, other: dict[str, Any]) -> list[str]:
+def beside_differences(results: StudyResults, other: dict[str, Any]) -> list[str]:
     """In what another study has other tokens, so that its values are not compared with those of this one."""
+    config, table = results.config, results.table
     here, there = config.training.resolved(), other["settings"]
-    pairs = {
+    pairs: dict[str, tuple[Any, Any]] = {
         "data": (here.data, there.get("data")),
         "tokenizer": (here.tokenizer, there.get("tokenizer")),
         "text": (config.evaluation.text or here.data, other.get("text", there.get("data"))),
     }
+    if table is not None:
+        # Which tokens are scored hangs on the longest length and on the shortest, too.
+        lengths = sorted({int(length) for row in other["rows"] for length in row["values"]})
+        pairs["lengths"] = (f"{table.lengths[0]} to {table.lengths[-1]}", f"{lengths[0]} to {lengths[-1]}")
+        pairs["protocol"] = (table.notes()[0], other["notes"][0])
     return [f"{name} {ours} / {theirs}" for name, (ours, theirs) in pairs.items() if ours != theirs]
 
 
@@ -99,7 +105,7 @@ def beside_sections(results: StudyResults) -> list[Section]:
     if other is None or len(rows) < 2:
         return []
     about = [f"Here / there. There: {other['title']}. Ranks are among the encodings that both have."]
-    if differing := beside_differences(results.config, other):
+    if differing := beside_differences(results, other):
         others = "; ".join(differing)
         about.append(f"Ranks and rises only, since values of other tokens are not compared: {others}.")
     return [Section("Beside another study", about, rows)]
@@ -118,7 +124,7 @@ def beside_rows(results: StudyResults, other: dict[str, Any]) -> Rows:
     there = {name: row["values"].get(str(length)) for name, row in rows_there.items()}
     names = [name for name in here if there.get(name) is not None]
     orders = [sorted(names, key=study.__getitem__) for study in (here, there)]
-    has_values = not beside_differences(results.config, other)
+    has_values = not beside_differences(results, other)
     rows = [["here / there", f"{results.metric_name} at {length:,}", "rank", f"rise at {far or 0:,}"]]
     for name in names:
         values = " / ".join(format_value(study[name]) for study in (here, there))

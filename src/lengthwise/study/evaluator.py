@@ -12,14 +12,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lengthwise import __version__
-from lengthwise.encodings import PositionError
 from lengthwise.encodings.registry import find
 from lengthwise.evaluate.config import ResolvedEvalConfig
 from lengthwise.evaluate.corpus import Corpus
 from lengthwise.evaluate.retrieval import EncodedSets, load_for_retrieval, pooling_of, score_bm25, score_retrieval
 from lengthwise.evaluate.retrieval_table import RetrievalScore, as_scores
 from lengthwise.evaluate.run import Corpora, Measurement, load_for_evaluation
-from lengthwise.files import command_line, file_hash, write_atomic
+from lengthwise.files import command_line, file_hash, read_stored, write_atomic
 from lengthwise.inspect import position_maps
 from lengthwise.inspect.skipping import skipped_shares
 from lengthwise.loading import LoadedModel, load_tokenizer_of, tokenizer_id
@@ -73,7 +72,8 @@ class RunEvaluator:
         training = TrainingSummary.of(run.run.metrics)
         if training is None:
             raise ValueError(f"a finished run must have metrics, got none in {run.run.folder}")
-        skipped = self.skipped(run)
+        longest = max((score.length for score in scores if score.name == run.name and not score.refused), default=None)
+        skipped = {} if longest is None else self.skipped(run, longest)
         return RunRecord(
             scores=scores,
             tasks=tasks,
@@ -85,17 +85,16 @@ class RunEvaluator:
             measuring_seconds=time.monotonic() - began,
         ).write(record_path(self.out, run), self.key(run))
 
-    def skipped(self, run: StudyRun) -> dict[int, float]:
-        """At the longest length that it takes: how much of attention's work is left out, a mean over layers."""
+    def skipped(self, run: StudyRun, length: int) -> dict[int, float]:
+        """How much of attention's work is left out at a length, a mean over layers; nothing where it cannot be told."""
         model = self.load(run).model
-        for length in reversed(self.config.lengths):
-            ids = torch.from_numpy(self.corpus(run).middle(length)[None]).to(model.device)
-            try:
-                shares = skipped_shares(model, ids)
-            except PositionError:
-                continue
-            return {length: sum(shares) / len(shares)}
-        return {}
+        ids = torch.from_numpy(self.corpus(run).middle(length)[None]).to(model.device)
+        try:
+            shares = skipped_shares(model, ids)
+        except Exception as error:  # whatever it is, as that a pass in one piece needs too much memory
+            log.warning("how much %s skips at %s tokens could not be told: %s", run.name, f"{length:,}", error)
+            return {}
+        return {length: sum(shares) / len(shares)}
 
     def retrieve(self, run: StudyRun) -> list[RetrievalScore]:
         """How a finished contrastive run finds documents at every length."""
@@ -123,7 +122,8 @@ class RunEvaluator:
 
     def retrieval_key(self) -> dict[str, Any]:
         """What every measurement of retrieval depends on."""
-        return {"set": self.config.retrieval_set, "lengths": self.config.lengths, "version": __version__}
+        about = {"set": self.config.retrieval_set, "texts": self.retrieval_sets.texts.sha256}
+        return about | {"lengths": self.config.lengths, "version": __version__}
 
     def key(self, run: StudyRun) -> dict[str, Any]:
         """What a measurement depends on beside the weights: if any of it changes, the run is measured again."""
@@ -189,7 +189,7 @@ class RunEvaluator:
 def stored(path: Path, key: dict[str, Any], compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """The content of a file if it was written with that key; else it is computed and written."""
     key = json.loads(json.dumps(key))
-    content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    content = read_stored(path)
     if content.get("key") != key:
         content = {"key": key} | compute()
         write_atomic(path, json.dumps(content))

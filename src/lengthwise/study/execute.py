@@ -25,9 +25,10 @@ from lengthwise.data.sources import resolve
 from lengthwise.data.storage import open_storage
 from lengthwise.evaluate import LengthTable
 from lengthwise.evaluate.config import ResolvedEvalConfig
+from lengthwise.evaluate.corpus import check_enough_text
 from lengthwise.evaluate.retrieval_table import RetrievalScore
 from lengthwise.evaluate.run import CAUSAL_OPTIONS
-from lengthwise.files import write_atomic
+from lengthwise.files import read_stored, write_atomic
 from lengthwise.loading import resolve_device
 from lengthwise.model.stretch.spec import parse_stretch
 from lengthwise.study.beside import check_beside, check_paper
@@ -71,6 +72,7 @@ def run_study(config: StudyConfig) -> str:
     evaluation = evaluation_of(config, runs[0])
     out = Path(config.out)
     evaluator = RunEvaluator(evaluation, out, device)
+    check_enough_text(len(evaluator.corpus(runs[0])), max(evaluation.lengths))
     measured_tokens = evaluation.windows * sum(evaluation.lengths)
     with clock, StudyProgress([*runs, *later], measured_tokens=measured_tokens) as progress:
         # A contrastive run starts from the weights of a masked one, so that a record of that is not enough.
@@ -255,7 +257,7 @@ class StudyClock:
     def __init__(self, out: Path) -> None:
         self.path = out / SECONDS
         self.began = time.monotonic()
-        self.before = float(json.loads(self.path.read_text())["seconds"]) if self.path.exists() else 0.0
+        self.before = float(read_stored(self.path).get("seconds", 0.0))
 
     @property
     def seconds(self) -> float:

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from lengthwise.evaluate import Score
 from lengthwise.evaluate.tasks import TaskScore
-from lengthwise.files import write_atomic
+from lengthwise.files import read_stored, write_atomic
 from lengthwise.study.runs import StudyRun
 from lengthwise.train.config import MAY_CHANGE
 
@@ -44,7 +44,7 @@ def write_outcome(path: Path, outcome: TrainingOutcome) -> None:
 
 def read_outcome(out: str | Path, run: StudyRun) -> TrainingOutcome | None:
     """The outcome of a run that this study trained, from its file."""
-    content = _content(outcome_path(out, run))
+    content = read_stored(outcome_path(out, run))
     return TrainingOutcome(**content) if content else None
 
 
@@ -94,7 +94,7 @@ class RunRecord:
     @classmethod
     def read(cls, path: Path, key: dict[str, Any]) -> Self | None:
         """The record in a file; None where there is none with this key."""
-        content = _content(path)
+        content = read_stored(path)
         if content.pop("key", None) != json.loads(json.dumps(key)):
             return None
         training, outcome = content["training"], content["outcome"]
@@ -112,7 +112,7 @@ class RunRecord:
 
 def differences(path: Path, key: dict[str, Any]) -> list[str]:
     """In which parts of its key the record in a file, if there is one, is another than this."""
-    stored, key = _content(path).get("key"), json.loads(json.dumps(key))
+    stored, key = read_stored(path).get("key"), json.loads(json.dumps(key))
     return [] if stored is None else [name for name in key if stored.get(name) != key[name]]
 
 
@@ -130,10 +130,5 @@ def training_key(run: StudyRun) -> dict[str, Any]:
 
 def is_recorded(out: str | Path, run: StudyRun) -> bool:
     """Whether a study has measured a run that was trained so, here or on another machine."""
-    content = _content(record_path(out, run))
+    content = read_stored(record_path(out, run))
     return bool(content) and content["key"]["training"] == training_key(run)
-
-
-def _content(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return content

@@ -92,7 +92,7 @@ def summary(results: StudyResults) -> list[str]:
     """The results in sentences."""
     table, length, far = results.table, results.train_length, results.far_length
     if table is None:
-        return ["No run is finished: there is nothing to compare yet."]
+        return ["No run is measured: there is nothing to compare yet."]
     training, encodings = results.runs[0].resolved, {run.encoding for run in results.runs} & {*table.names}
     sentences = [
         f"{len(encodings)} encodings, {seed_words(results)} each, trained at {length:,} tokens for "
@@ -213,8 +213,10 @@ def far_pictures(results: StudyResults) -> list[Picture]:
     if len(measured) < 2:
         return []
     over = interval_words(len(estimate.values) for estimate in measured)
+    has_bars = any(math.isfinite(end) for estimate in measured for end in estimate.interval)
+    bars = f", each bar a 95 % interval {over}" if has_bars else ""
     title = f"Rise of the {results.metric_name} from {results.train_length:,} to {far:,} tokens, same tokens"
-    caption = f"Each point is a seed, each bar a 95 % interval {over}. The axis is straight to 1 %, then logarithmic."
+    caption = f"Each point is a seed{bars}. The axis is straight to 1 %, then logarithmic."
     return [Picture(png(estimates_figure(measured, title=title)), caption, "far")]
 
 

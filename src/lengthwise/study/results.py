@@ -174,8 +174,10 @@ class StudyResults:
         return max(len(self.table.seeds(name, length)) for length in self.table.lengths)
 
     def _measured_names(self) -> list[str]:
-        table = self.table
-        return [] if table is None else [name for name in table.names if table.seeds(name, self.train_length)]
+        """The encodings; a stretched model has the weights of one, and is none itself."""
+        table, encodings = self.table, {run.encoding for run in self.runs}
+        names = [] if table is None else [name for name in table.names if table.seeds(name, self.train_length)]
+        return [name for name in names if name in encodings]
 
     def _lowest(self, names: list[str]) -> str | None:
         return min(names, key=self._value, default=None)

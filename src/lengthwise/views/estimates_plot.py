@@ -1,5 +1,6 @@
 """Shares that rose or fell, one a row and in order: the value of each seed and the interval."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -44,7 +45,7 @@ def estimates_figure(estimates: Sequence[Estimate], *, title: str) -> Figure:
         axes.hlines(place, *row.interval, color=colour, linewidth=1.6, alpha=0.45)
         points = axes.plot(row.values, [place] * len(row.values), "o", color=colour, markersize=2.6)
         points[0].set(markerfacecolor=inside, markeredgewidth=0 if row.judged else 0.6)
-    ends = [end for row in rows for end in (*row.interval, *row.values, 0.0)]
+    ends = [end for row in rows for end in (*row.interval, *row.values, 0.0) if math.isfinite(end)]
     axes.set_xlim(axes.get_xlim())
     shown, fewer = ([tick for tick in some if min(ends) <= tick <= max(ends)] for some in (TICKS, FEWER_TICKS))
     axes.set_xticks(shown if _have_room(axes, shown) else fewer)
