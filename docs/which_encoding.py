@@ -173,6 +173,16 @@ def task_blocks(study: dict) -> list[str]:
         "answers' tokens are right, given the right ones before; with more steps or another seed more might be."
     )
     words += f" No encoding learned {_named(unlearned)}." if unlearned else ""
+    whole = {(row["task"], row["encoding"], row["length"]): row.get("share", 0.0) for row in study["tasks"]}
+    exact = {task: [whole[task, one, shortest] for one in able(task, shortest)] for task in names}
+    ends = {task: dict.fromkeys(f"{end:.0%}" for end in (min(own), max(own))) for task, own in exact.items() if own}
+    shares = ", ".join(f"{task} {' to '.join(own)}" for task, own in ends.items())
+    words += f" Of what is learned, whole answers are right less often: {shares} at {shortest} characters."
+    idle = [one for one in encodings if not any(one in able(task, shortest) for task in names)]
+    late = {row["encoding"] for row in study["rows"] if row["under_trained"]}
+    if idle:
+        words += f" {_named(idle)} learned no task, so that nothing is said here of how far back they see"
+        words += f"; under-trained by the studies' rule: {_named([one for one in idle if one in late])}."
     return [
         "## Where the answer stands far back",
         _filled(words),
