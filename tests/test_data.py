@@ -2,6 +2,8 @@
 
 import json
 import logging
+import shutil
+from pathlib import Path
 
 import fsspec
 import numpy as np
@@ -10,7 +12,7 @@ import torch
 
 from lengthwise.data import Batches, documents, load_tokenizer, prepare, sources
 from lengthwise.data import tokens as preparing
-from lengthwise.data.sources import PIECE, joined_articles, read_text, resolve
+from lengthwise.data.sources import PIECE, held_out_row, joined_articles, read_text, resolve
 from lengthwise.data.tokens import Shard, Tokens
 from lengthwise.files import file_hash
 
@@ -52,6 +54,21 @@ def test_the_documents_of_jsonl_and_parquet_are_their_text_fields(tmp_path):
         train, held_out = (list(documents(tmp_path / name, split)) for split in ("train", "held-out"))
         assert held_out
         assert sorted(train + held_out) == sorted(texts)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 46, 47, 100])
+def test_however_few_the_rows_are_some_text_is_held_out_and_some_left_for_validation(tmp_path, rows):
+    texts = [f"row {i:3d} " + "of many words " * 30 for i in range(rows)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    train, held_out, fitting, validation = (
+        list(documents(path, split)) for split in ("train", "held-out", "fitting", "validation")
+    )
+    assert all((train, held_out, fitting, validation))
+    assert sorted(fitting + validation) == sorted(train) or "".join(fitting + validation) == "".join(train)
+    assert sorted(train + held_out) == sorted(texts) or "".join(train + held_out) == "".join(texts)
+    if rows == 100:
+        assert held_out == [text for row, text in enumerate(texts) if held_out_row(row)]
 
 
 def test_of_one_text_file_the_last_twentieth_is_held_out(tmp_path):
@@ -97,7 +114,7 @@ def test_a_line_that_is_not_json_or_has_no_text_is_named(tmp_path):
         list(documents(tmp_path / "a.jsonl", "all"))
 
 
-@pytest.mark.parametrize("name", ["no-such-place", "stdlb", "../up/there/x"])
+@pytest.mark.parametrize("name", ["no-such-place", "stdlb", "../up/there/x", "data/nots.txt"])
 def test_data_that_is_not_there_is_answered_with_what_could_be(name):
     with pytest.raises(ValueError, match=r"data must be 'stdlib', a file .*'wikitext-103'.*, got "):
         documents(name)
@@ -115,7 +132,7 @@ def test_a_folder_without_text_and_an_empty_corpus_are_refused(tmp_path):
 
 
 def test_an_empty_split_of_a_corpus_with_text_is_refused(tmp_path):
-    (tmp_path / "one.jsonl").write_text('{"text": "the only row, which is not held out"}\n')
+    (tmp_path / "one.jsonl").write_text('{"text": "x"}\n')
     assert len(list(documents(tmp_path / "one.jsonl", "all"))) == 1
     splits = [split for split in ("train", "held-out") if not list(documents(tmp_path / "one.jsonl", split))]
     assert len(splits) == 1
@@ -211,6 +228,28 @@ def test_tokens_are_the_documents_each_with_its_end(tmp_path):
     assert tokens.sha256 == prepared(folder, tmp_path, split="all", shard=301).sha256
 
 
+def test_a_tokenizer_that_was_saved_with_truncation_and_padding_cuts_and_fills_no_text(tmp_path):
+    folder = text_folder(tmp_path / "texts", count=3)
+    saved = load_tokenizer("bytes")
+    saved.pad_token = saved.eos_token
+    saved("a long text", truncation=True, max_length=4, padding="max_length")
+    saved.save_pretrained(tmp_path / "tokenizer")
+    assert "max_length" in (tmp_path / "tokenizer/tokenizer.json").read_text()
+    loaded = load_tokenizer(str(tmp_path / "tokenizer"))
+    assert prepare(folder, loaded, split="all", cache=tmp_path).sha256 == prepared(folder, tmp_path, split="all").sha256
+
+
+def test_another_end_of_text_is_prepared_anew(tmp_path):
+    folder = text_folder(tmp_path / "texts", count=3)
+    tokenizer = load_tokenizer("bytes")
+    prepare(folder, tokenizer, split="all", cache=tmp_path)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<stop>"]})
+    prepare(folder, tokenizer, split="all", cache=tmp_path)
+    tokenizer.eos_token = "<stop>"
+    tokens = prepare(folder, tokenizer, split="all", cache=tmp_path)
+    assert (tokens.read(0, len(tokens)) == tokens.end).sum() == 3
+
+
 def test_tokens_are_fetched_from_a_store_once_whole_and_checked(tmp_path, monkeypatch):
     folder = text_folder(tmp_path / "texts")
     made = prepared(folder, tmp_path / "here", split="all", shard=301)
@@ -219,7 +258,8 @@ def test_tokens_are_fetched_from_a_store_once_whole_and_checked(tmp_path, monkey
         store.pipe_file(f"/token-store/{path.parent.name}/{path.name}", path.read_bytes())
     monkeypatch.setattr("lengthwise.data.tokens.documents", None)  # nothing is tokenized again
     options = {"split": "all", "shard": 301, "store": address}
-    fetched = prepared(folder, tmp_path / "there", **options)
+    copied = Path(shutil.copytree(folder, tmp_path / "elsewhere" / "texts"))  # with its times
+    fetched = prepared(copied, tmp_path / "there", **options)
     assert fetched.sha256 == made.sha256
     assert (fetched.read(0, len(fetched)) == made.read(0, len(made))).all()
     assert all(path.is_relative_to(tmp_path / "there") for path in fetched.paths)

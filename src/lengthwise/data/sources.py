@@ -26,6 +26,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, count, islice
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, Literal, Protocol
@@ -45,6 +46,8 @@ HELD_OUT = 20
 """One part in 20 is held out."""
 PIECE = 2**20
 """Bytes read at a time, and characters of the longest document."""
+FIRST_BYTES = 4096
+"""Of each file, that its fingerprint has: archives may give all files of one size the same time."""
 STREAM_ROWS = 100_000
 """Rows of which one in twenty is held out: a stream of billions of words need not be read to its end."""
 HEADING = re.compile(r" = [^=].*[^=] = \n")
@@ -70,8 +73,8 @@ def documents(source: str | Path, split: Split = "train") -> Iterator[str]:
     """
     check_choice("split", split, SPLITS)
     if split == "fitting" or split == "validation":
-        texts = documents(source, "train")
-        return (text for row, text in enumerate(texts) if held_out_row(row) == (split == "validation"))
+        texts = split_rows(documents(source, "train"), held_out=split == "validation")
+        return (text for text in texts if text)
     return (text for text in resolve(source).documents(split) if text)
 
 
@@ -84,7 +87,7 @@ def resolve(source: str | Path) -> Source:
         return TaskSource(name.removeprefix("task:"))
     if Path(name).exists():
         return FileSource(Path(name))
-    if name in HUB_PRESETS or is_hub_name(name):
+    if name in HUB_PRESETS or (is_hub_name(name) and not name.endswith(FILE_KINDS)):
         return HubSource(name)
     raise ValueError(
         f"data must be 'stdlib', a file ({', '.join(FILE_KINDS)}), a folder, {', '.join(map(repr, HUB_PRESETS))}, "
@@ -141,10 +144,14 @@ class FileSource:
                 yield from read_documents(path)
 
     def fingerprint(self) -> str:
-        """Names, sizes and times of change."""
-        stats = [(name, path.stat()) for name, path in self.names.items()]
-        names = [f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats]
-        return hashlib.sha256("\n".join([str(self.path.resolve()), *names]).encode()).hexdigest()
+        """Names, sizes, times of change and first bytes, wherever they are: a copy that keeps its times is the same."""
+        digest = hashlib.sha256(self.path.resolve().name.encode())
+        for name, path in self.names.items():
+            stat = path.stat()
+            digest.update(f"\n{name} {stat.st_size} {stat.st_mtime_ns} ".encode())
+            with path.open("rb") as file:
+                digest.update(file.read(FIRST_BYTES))
+        return digest.hexdigest()
 
 
 def held_out(names: Iterable[str]) -> frozenset[str]:
@@ -158,14 +165,32 @@ def held_out_row(row: int) -> bool:
     return int.from_bytes(hashlib.sha256(str(row).encode()).digest()[:4], "big") % HELD_OUT == 0
 
 
+FIRST_HELD_OUT = next(filter(held_out_row, count()))
+
+
+def split_rows(texts: Iterable[str], *, held_out: bool) -> Iterator[str]:
+    """The rows that are held out, or the others; where these are too few for one in twenty, the last is held out.
+
+    Of one row alone it is the last twentieth.
+    """
+    rows = iter(texts)
+    first = list(islice(rows, FIRST_HELD_OUT + 1))
+    if len(first) > FIRST_HELD_OUT:
+        yield from (text for row, text in enumerate(chain(first, rows)) if held_out_row(row) == held_out)
+    elif len(first) > 1:
+        yield from first[-1:] if held_out else first[:-1]
+    else:
+        for text in first:
+            border = len(text) * (HELD_OUT - 1) // HELD_OUT
+            yield text[border:] if held_out else text[:border]
+
+
 def _part_of_one(path: Path, split: str) -> Iterator[str]:
     if path.suffix == ".txt":
         border = path.stat().st_size * (HELD_OUT - 1) // HELD_OUT
         yield from read_text(path, after=border) if split == "held-out" else read_text(path, before=border)
     else:
-        for row, text in enumerate(read_documents(path)):
-            if held_out_row(row) == (split == "held-out"):
-                yield text
+        yield from split_rows(read_documents(path), held_out=split == "held-out")
 
 
 def read_documents(path: Path) -> Iterator[str]:

@@ -170,7 +170,11 @@ def prepare(
     Without `verify` the files' sizes are checked but not their checksums. With a `store` tokens that are not in the
     cache are copied from there and not made.
     """
-    key = "\n".join((resolve(source).fingerprint(), tokenizer_hash(tokenizer), split, str(shard)))
+    # A tokenizer.json keeps the truncation and padding of the last call before it was saved.
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    made_by = (tokenizer_hash(tokenizer), str(tokenizer.eos_token_id))
+    key = "\n".join((resolve(source).fingerprint(), *made_by, split, str(shard)))
     folder = (cache or cache_folder()) / "tokens" / hashlib.sha256(key.encode()).hexdigest()[:24]
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
@@ -214,7 +218,8 @@ def _fetch_shards(store: str, folder: Path) -> list[Path]:
     if not system.exists(f"{there}/{INDEX}"):
         raise FileNotFoundError(
             f"the token store must have these tokens, got no {store}/{folder.name}; prepare them once without "
-            "--token-store, with the same data, tokenizer and version, and copy the cache's folder tokens there"
+            "--token-store, with the same tokenizer, version and data (files of the same names and times of change), "
+            "and copy the cache's folder tokens there"
         )
     paths = [folder / Path(name).name for name in json.loads(system.cat_file(f"{there}/{INDEX}"))]
     for path in paths:
