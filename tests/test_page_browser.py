@@ -350,6 +350,17 @@ def test_two_steps_of_one_run_are_compared_and_a_slider_goes_through_its_trainin
     page.ready()
     assert page.tab.locator("canvas.map").count() == 1
     page.close()
+    # Snapshots of training may have another view than the model at its end.
+    run = [Snapshot({"scores": views("kerple")["scores"]}, 0), Snapshot({"bias": found[500]}, 1000)]
+    (tmp_path / "other").mkdir()
+    page = open_page(browser, tmp_path / "other", Page([run]))
+    assert "of 3 heads" in page.tab.inner_text("#about")
+    # The pointer reads the distance that is drawn where it is, on both sides of 0.
+    page.tab.evaluate("state.log = true")
+    for distance in (-300, -7, 0, 5, 40, 511):
+        share = f"(bend({distance}) - bend(-400)) / (bend(511) - bend(-400))"
+        assert page.tab.evaluate(f"between(-400, 511, {share})") == pytest.approx(distance, abs=1e-6)
+    page.close()
 
 
 def test_on_a_phone_and_in_the_dark_nothing_runs_over_the_edge(browser, tmp_path):

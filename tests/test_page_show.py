@@ -10,7 +10,7 @@ from test_serve import make_checkpoint
 
 from lengthwise.cli import main
 from lengthwise.inspect import load_maps, position_maps
-from lengthwise.model import LengthwiseForCausalLM
+from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 from lengthwise.model.modeling import LengthwiseModel
 
 ROOT = Path(__file__).parents[1]
@@ -51,6 +51,18 @@ def test_a_page_has_all_layers_every_view_and_single_cells_of_the_heads_that_are
             quantity
         )
     assert snapshot["views"]["bias"][0]["matrix"]["kind"] == "DistanceBias"
+
+
+def test_a_head_without_a_bias_is_named_where_another_layer_has_one(tmp_path):
+    sizes = {"n_positions": 64, "n_embd": 24, "n_layer": 2, "n_head": 3, "vocab_size": 300}
+    config = LengthwiseConfig(layers=[{"encoding": "rope"}, {"encoding": "cope"}], **sizes)
+    LengthwiseForCausalLM(config).save_pretrained(tmp_path / "model")
+    path = tmp_path / "heads.html"
+    main(["show", str(tmp_path / "model"), "--out", str(path), "--length", "19", "--detail", "1.1,2.2"])
+    (snapshot,) = data_of(path)["models"][0]["snapshots"]
+    detail = {what: [{*layer["detail"]} for layer in layers] for what, layers in snapshot["views"].items()}
+    assert detail["bias"] == [{"1"}]
+    assert detail["scores"] == [{"0"}, {"1"}]
 
 
 def test_a_run_brings_its_snapshots(models, tmp_path):

@@ -233,6 +233,28 @@ def test_an_encoding_that_is_named_is_the_first_of_its_group():
     assert Catalog(["cable"]).groups()[-1]["names"][:2] == ["cable", "alibi"]
 
 
+def test_models_of_one_name_are_told_apart_by_folders_and_no_run_passes_for_an_encoding(tmp_path):
+    for place in ("a/runs/cable", "b/runs/cable", "c/runs/cable", "a/runs/mine"):
+        make_checkpoint(tmp_path / place, "alibi")
+    catalog = Catalog([str(tmp_path / name) for name in ("a", "b", "c", "a/runs/mine")])
+    assert list(catalog.checkpoints()) == ["runs/cable", "mine", "b/runs/cable", "c/runs/cable"]
+    assert [catalog.source(name) for name in ("runs/cable", "c/runs/cable", "cable")] == [
+        str(tmp_path / "a/runs/cable"),
+        str(tmp_path / "c/runs/cable"),
+        "cable",
+    ]
+
+
+def test_a_model_that_was_trained_anew_is_read_anew(tmp_path):
+    make_checkpoint(tmp_path / "model", "alibi")
+    session = Session(Catalog([str(tmp_path)]))
+    first = session.look("model", layer="all", text="a text", length=None)
+    shutil.rmtree(tmp_path / "model")
+    make_checkpoint(tmp_path / "model", "kerple")
+    second = session.look("model", layer="all", text="a text", length=None)
+    assert (first["encoding"], second["encoding"]) == ("alibi", "kerple")
+
+
 def test_a_run_that_disappears_is_answered_in_words(tmp_path):
     make_checkpoint(tmp_path / "model", "alibi")
     session = Session(Catalog([str(tmp_path)]))
@@ -318,12 +340,13 @@ def test_a_connection_that_says_nothing_is_closed_after_ten_seconds(served):
 
 
 @pytest.mark.parametrize(
-    ("option", "words"), [("port", "port must be free, got {0.port}"), ("folder", "which has none")]
+    ("option", "words"),
+    [("port", "port must be free, got {0.port}"), ("folder", "it has none"), ("typo", "there is no such folder here")],
 )
 def test_a_port_in_use_and_a_folder_without_models_are_answered_on_the_terminal(
     served, tmp_path, capsys, option, words
 ):
-    arguments = {"port": ["--port", str(served.port)], "folder": [str(tmp_path)]}[option]
+    arguments = {"port": ["--port", str(served.port)], "folder": [str(tmp_path)], "typo": ["runs/no-such-run"]}[option]
     with pytest.raises(SystemExit) as ended:
         main(["serve", *arguments])
     assert words.format(served) in f"{ended.value.code}{capsys.readouterr().err}"

@@ -12,6 +12,7 @@ from typing import Any
 
 from lengthwise.encodings import ENCODINGS
 from lengthwise.encodings.registry import is_encoding
+from lengthwise.files import missing_path
 from lengthwise.runs import Run
 
 STUDY = "study.json"
@@ -28,20 +29,29 @@ class Catalog:
     def __init__(self, sources: Sequence[str] = ()) -> None:
         self.sources = list(sources)
         for source in self.sources:
-            if not is_encoding(source) and Path(source).is_dir() and not any(self._models_in(Path(source))):
-                raise ValueError(
-                    f"expected a run, a checkpoint, a study or a folder of them, got {source}, which has none"
-                )
+            empty = Path(source).is_dir() and not any(self._models_in(Path(source)))
+            if not is_encoding(source) and (fault := missing_path(source) or ("it has none" if empty else None)):
+                raise ValueError(f"expected a run, a checkpoint, a study or a folder of them, got {source}: {fault}")
+        # A folder that goes away later is not on the hub.
+        self.on_hub = [name for name in self.sources if not Path(name).exists() and not is_encoding(name)]
 
     def runs(self) -> dict[str, Path]:
-        """Runs by name, with the folder above where two have the same."""
-        return _by_name(path for path in self._models() if Run.is_run(path))
+        """Runs by name, with folders above where another has the same."""
+        return {name: path for name, path in self._named().items() if Run.is_run(path)}
 
     def checkpoints(self) -> dict[str, str]:
         """Checkpoint folders by name, and names on the hub as they are."""
-        folders = _by_name(path for path in self._models() if not Run.is_run(path) and _is_checkpoint(path))
-        hub = [name for name in self.sources if not Path(name).exists() and not is_encoding(name)]
-        return {name: str(path) for name, path in folders.items()} | {name: name for name in hub}
+        folders = {name: str(path) for name, path in self._named().items() if not Run.is_run(path)}
+        return folders | {name: name for name in self.on_hub}
+
+    def _named(self) -> dict[str, Path]:
+        """Runs and checkpoints by their folder, with as many above it as tell it from others and from encodings."""
+        named: dict[str, Path] = {}
+        for path in dict.fromkeys(path.resolve() for path in self._models()):
+            endings = ("/".join(path.parts[-count:]) for count in range(1, len(path.parts)))
+            name = next((name for name in endings if name not in named and not is_encoding(name)), str(path))
+            named[name] = path
+        return named
 
     def source(self, name: str) -> str:
         """What `load_model` takes for a name that the page shows, or an error."""
@@ -102,15 +112,6 @@ def _is_finished(path: Path) -> bool:
         return Run(path).is_finished
     except OSError:
         return False
-
-
-def _by_name(paths: Iterator[Path]) -> dict[str, Path]:
-    named: dict[str, Path] = {}
-    for path in paths:
-        absolute = path.resolve()
-        name = absolute.name if absolute.name not in named else f"{absolute.parent.name}/{absolute.name}"
-        named.setdefault(name, path)
-    return named
 
 
 def _run_card(name: str, path: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
@@ -92,8 +93,9 @@ class Session:
         source = self.catalog.source(name)
         options = ShowOptions(layer=layer, text=text, length=length)
         with self._own_turn(progress):
-            loaded = self._models.get_or_make(source, lambda: load_model(source))
-            sample = self._samples.get_or_make(f"{source}\n{length}\n{text}", lambda: options.sample(loaded))
+            weights = f"{source}\n{_written(source)}"
+            loaded = self._models.get_or_make(weights, lambda: load_model(source))
+            sample = self._samples.get_or_make(f"{weights}\n{length}\n{text}", lambda: options.sample(loaded))
             tokens = sample.ids.shape[1]
             if tokens > self.limit:
                 raise ValueError(
@@ -148,6 +150,12 @@ def _before_each_module(model: nn.Module, check: Callable[[], None]) -> Iterator
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _written(source: str) -> int:
+    """When a run's final model, or a checkpoint, was written: a folder may be trained anew while it is served."""
+    files = [Path(source) / name for name in ("final/seal.json", "config.json")]
+    return max((file.stat().st_mtime_ns for file in files if file.exists()), default=0)
 
 
 def _forgotten() -> LazyScores:

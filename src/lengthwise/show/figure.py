@@ -19,7 +19,7 @@ def show_figure(
     check_names(names)
     if options.detail is not None:
         raise ValueError(f"--detail must be with --out NAME.html, since only a page has cells, got {options.detail!r}")
-    path = checked_path(out or f"{'-'.join(Path(name).name for name in names)}.png", force=force)
+    path = checked_path(out or f"{'-'.join(Path(name).resolve().name for name in names)}.png", force=force)
     heads = None if options.heads is None else parse_numbers("heads", options.heads)
     shown = [model_maps(name, options) for name in names]
     save_picture(_draw([maps for maps, _ in shown], heads, options.style), path, force=force)
@@ -42,10 +42,15 @@ def _draw(models: list[PositionMaps], heads: list[int] | None, style: Style | No
     single = not others and maps.quantity != "profile" and len(maps.layers) == 1
     if style == "paper" and not single:
         raise ValueError("--style paper must be of one model and one layer, and not of a profile")
+    most = max(len(maps.layers) for maps in models)
+    if most > 1 and (others or maps.quantity == "profile"):
+        raise ValueError(f"--layer must be one layer for several models and for profiles, got {most}")
     if others:
         return compare(models, heads=heads)
     if maps.quantity == "profile":
         return maps.curves(heads=heads)
+    if not single and heads is not None:
+        raise ValueError("--heads must be of one layer, since several are drawn with all their heads")
     if not single:
         return maps.overview()
     return maps.paper_figure(heads=heads) if style == "paper" else maps.figure(heads=heads)

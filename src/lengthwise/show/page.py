@@ -90,4 +90,6 @@ def _every_cell(
         for quantity, maps in views.items()
         if quantity in PER_PAIR and any(m.tiles is not None for m in maps.maps)
     ]
-    return {quantity: {place: cells.whole(quantity, *place) for place in heads} for quantity in tiled}
+    # A layer without a bias has none to enlarge.
+    places = {quantity: [place for place in heads if place[0] in views[quantity].layers] for quantity in tiled}
+    return {quantity: {place: cells.whole(quantity, *place) for place in own} for quantity, own in places.items()}

@@ -251,7 +251,7 @@ def compare(
         first = first or axes
         head_lines(axes, layer_map, checked_heads(None, layer_map.heads), spread=False)
         finish(axes, label(maps), log=log)
-        axes.set_title(f"{maps.encoding}: {maps.quantity}", size=MIDDLE)
+        axes.set_title(f"{maps.encoding}: {maps.quantity}, layer {layer_map.layer + 1}", size=MIDDLE)
         for row, head in enumerate(rows):
             top = below + row * (side + 0.3) + 0.1
             image = layer_map.pooled(256).mean[head].numpy()

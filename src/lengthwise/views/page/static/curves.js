@@ -3,6 +3,10 @@
 
 const CURVES = { width: 460, height: 250, left: 52, right: 14, top: 12, bottom: 40 };
 const POINTS = 240;
+/** A distance as it is drawn across, and back: both sides of 0 are bent alike. */
+const bend = (d) => (state.log ? Math.sign(d) * Math.log10(1 + Math.abs(d)) : d);
+const unbend = (x) => (state.log ? Math.sign(x) * (10 ** Math.abs(x) - 1) : x);
+const between = (first, last, share) => unbend(bend(first) + share * (bend(last) - bend(first)));
 
 function drawCurves() {
   const seen = state.sides.map((side) => ({ side, layer: currentLayer(side) })).filter((one) => one.layer);
@@ -21,7 +25,6 @@ function drawCurves() {
 function fillCurves(plot, seen, box) {
   const first = Math.min(...seen.map((one) => one.layer.profile.first));
   const last = Math.max(...seen.map((one) => one.layer.profile.first + one.layer.profile.length - 1));
-  const bend = state.log ? (d) => Math.sign(d) * Math.log10(1 + Math.abs(d)) : (d) => d;
   const all = seen.flatMap(({ layer }) => heights(layer));
   const scale = { low: Math.min(0, ...all.map((r) => r[0])), high: Math.max(0, ...all.map((r) => r[1])) };
   if (scale.low === scale.high) scale.high = 1;
@@ -34,7 +37,9 @@ function fillCurves(plot, seen, box) {
     plot.append(svg("line", { class: tick === 0 ? "zero" : "rule", ...line }));
     plot.append(svg("text", { x: box.left - 6, y: down(tick) + 4, "text-anchor": "end" }, formatNumber(tick, 3)));
   }
-  const marks = state.log ? [0, 1, 10, 100, 1000, 10000, 100000].filter((d) => d <= last) : ticks(first, last, 5);
+  const tens = [0, 1, 10, 100, 1000, 10000, 100000];
+  const signed = [...tens.slice(1).map((d) => -d), ...tens].filter((d) => first <= d && d <= last);
+  const marks = state.log ? signed : ticks(first, last, 5);
   const below = (x, y, words) => plot.append(svg("text", { x, y: box.height - y, "text-anchor": "middle" }, words));
   for (const tick of marks) below(across(tick), 22, tick.toLocaleString("en"));
   below(box.left + width / 2, 6, "distance (query − key)");
@@ -104,8 +109,7 @@ function profileRange(values) {
 function places(length, first) {
   const chosen = new Set();
   for (let n = 0; n < POINTS; n++) {
-    const share = n / (POINTS - 1);
-    chosen.add(state.log && first >= 0 ? Math.round((length ** share) - 1) : Math.round(share * (length - 1)));
+    chosen.add(Math.round(between(first, first + length - 1, n / (POINTS - 1))) - first);
   }
   chosen.add(length - 1);
   return [...chosen].filter((place) => place < length).sort((a, b) => a - b);
@@ -137,8 +141,7 @@ function listenCurves(plot, box, first, last, width) {
     if (state.held || event.pointerType === "touch") return;
     const area = plot.getBoundingClientRect();
     const share = (((event.clientX - area.left) / area.width) * box.width - box.left) / width;
-    const least = first >= 0 && state.log ? 10 ** (share * Math.log10(1 + last)) - 1 : first + share * (last - first);
-    go(Math.round(least));
+    go(Math.round(between(first, last, share)));
   });
   plot.addEventListener("keydown", (event) => {
     const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];

@@ -21,18 +21,19 @@ async function start(models, title) {
   drawn = null;
   find("title").textContent = title;
   document.title = title;
-  find("about").textContent = about(models[0], layers[0]);
+  find("about").textContent = about(models[0], layers);
   find("controls").hidden = document.querySelector("main").hidden = false;
   buildWhats();
   buildSides();
   await rebuild();
 }
 
-function about(model, layer) {
+function about(model, views) {
+  const [layer] = views;
+  const layers = views.length;
   const square = layer.queries === layer.keys;
   const [queries, keys] = [layer.queries, layer.keys].map((n) => n.toLocaleString("en"));
   const size = square ? `${queries} tokens` : `${queries} queries by ${keys} keys`;
-  const layers = model.snapshots[0].views[state.what].length;
   const which = model.shown === "mean" ? "mean" : "the first";
   const seen = model.sequences > 1 ? `${which} of ${model.sequences} sequences` : "one sequence";
   return `${layers} ${layers === 1 ? "layer" : "layers"} of ${layer.heads} heads, ${size}, ${seen}`;
