@@ -22,9 +22,9 @@ RESCORING = [case for case, (name, _) in CASES.items() if find(name).overrides("
 ADDITIVE = [case for case in CASES if case not in RESCORING]
 SCHEDULES = {
     "window and none": {"layers": "rope:7,none"},
-    "two windows": {"layers": "fox:7,alibi+sink:5"},
+    "two windows": {"layers": "fox:7,alibi+sink:1"},
     "chunks": {"layers": "rope+fox:chunk8,alibi+ssmax+sink"},
-    "grouped": {"layers": "cable:7,none", "n_head": 4, "n_kv_head": 2, "head_dim": 8},
+    "grouped": {"layers": "cable:7,carope", "n_head": 4, "n_kv_head": 2, "head_dim": 8},
     "normed": {"layers": "rope:7,fire", "qk_norm": "rms", "scale": 0.3, "softcap": 5.0},
     "normed after": {"layers": "rope:chunk8,none", "qk_norm": "l2", "qk_norm_place": "after", "qkv_bias": False},
     "rescored": {"layers": "cable+dapev2:6,none", "out_bias": False},

@@ -56,6 +56,12 @@ def test_a_checkpoint_of_another_kind_names_both(changes, words, tmp_path):
     loud_model("kerple").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=words):
         LengthwiseForCausalLM.from_pretrained(tmp_path, **changes)
+    if "n_head" in changes:
+        with pytest.raises(ValueError, match=words):
+            LengthwiseForCausalLM.from_pretrained(tmp_path, num_attention_heads=changes["n_head"])
+        make_config("kerple", **changes).save_pretrained(tmp_path / "other")
+        with pytest.raises(ValueError, match=words):
+            LengthwiseForCausalLM.from_pretrained(tmp_path, config=str(tmp_path / "other"))
     with pytest.raises(ValueError, match=words):
         AutoModelForCausalLM.from_pretrained(tmp_path, config=make_config("kerple", **changes))
 

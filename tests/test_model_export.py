@@ -8,12 +8,13 @@ import sys
 import pytest
 import torch
 from model_kit import CASES, SCHEDULES, loud_model, tokens
+from safetensors import safe_open
 from transformers.utils.logging import enable_progress_bar
 
 import lengthwise as lw
 from lengthwise.cli import main
 from lengthwise.loading import LoadError, resolve_checkpoint
-from lengthwise.model import LengthwiseConfig
+from lengthwise.model import LengthwiseConfig, LengthwiseEncoderConfig, LengthwiseForSequenceClassification
 from lengthwise.model.export import (
     FOOTER,
     ExportError,
@@ -69,6 +70,16 @@ def assert_loads_elsewhere(cases, tmp_path):
 def test_exported_models_load_side_by_side_where_lengthwise_is_not_installed(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     assert_loads_elsewhere(["cable", "kerple", "dapev2-cable", "learned", "chunks"], tmp_path)
+
+
+def test_a_classifier_keeps_its_head(tmp_path):
+    torch.manual_seed(0)
+    model = LengthwiseForSequenceClassification(LengthwiseEncoderConfig(n_layer=1, n_embd=24, n_head=3, num_labels=5))
+    model.save_pretrained(tmp_path / "model")
+    out = export(tmp_path / "model", tmp_path / "out")
+    with safe_open(out / "model.safetensors", "pt") as file:
+        assert torch.equal(file.get_tensor("score.weight"), model.score.weight)
+    assert "AutoModelForMaskedLM" not in json.loads((out / "config.json").read_text())["auto_map"]
 
 
 @pytest.mark.prove

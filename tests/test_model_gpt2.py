@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from model_kit import CASES, LENGTH, VOCABULARY, make_loud, tokens
+from model_kit import CASES, LENGTH, VOCABULARY, loud_model, make_loud, tokens
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lengthwise.model import LengthwiseForCausalLM, convert_gpt2
@@ -55,6 +55,12 @@ def test_a_converted_model_keeps_its_dtype_and_its_encoding_float32(gpt2):
     model = convert_gpt2(gpt2.bfloat16(), encoding="kerple")
     assert model.dtype == torch.bfloat16
     assert model.transformer.h[0].attn.encoding.raw_p.dtype == torch.float32
+
+
+def test_norms_after_a_rotation_do_not_go_to_an_encoding_without_one():
+    model = loud_model("rope", qk_norm="rms", qk_norm_place="after")
+    with pytest.raises(ValueError, match=r"a norm after the rotation needs an encoding that rotates .* got 'alibi'"):
+        convert_gpt2(model, encoding="alibi")
 
 
 def test_what_is_no_gpt2_is_not_converted(gpt2, tmp_path):

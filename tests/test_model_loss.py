@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from model_kit import VOCABULARY, loud_model, tokens
+from torch import nn
 
 from lengthwise.model import losses
 from lengthwise.model.losses import head_loss
@@ -122,3 +123,18 @@ def test_labels_of_another_length_are_named():
         model.loss(ids, ids[:, :28])
     with pytest.raises(ValueError, match="reduction"):
         model.loss(ids, ids, reduction="average")
+
+
+def test_another_negative_label_is_no_word():
+    model, ids = loud_model("alibi"), tokens()
+    labels = ids.clone()
+    labels[0, 3] = -1
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        model.loss(ids, labels)
+
+
+def test_a_head_that_was_wrapped_is_not_passed_over():
+    model, ids = loud_model("alibi"), tokens()
+    model.lm_head = nn.Sequential(model.lm_head)
+    with pytest.raises(NotImplementedError, match=r"a plain head, got a Sequential; use model\(ids, labels"):
+        model.loss(ids, ids)

@@ -14,6 +14,7 @@ from lengthwise.attention import checked_call, choose
 from lengthwise.encodings import AttentionShape
 from lengthwise.encodings.rope import Rope
 from lengthwise.errors import OptionError
+from lengthwise.model import LengthwiseEncoderConfig, LengthwiseForMaskedLM
 from lengthwise.model.attention import attend_zones
 from lengthwise.model.stretch import stretched
 from lengthwise.model.stretch.bands import METHODS
@@ -346,6 +347,14 @@ def test_models_that_cannot_be_stretched_are_refused_by_name():
             lw.stretch(loud_model(case), spec)
     with pytest.raises(NotImplementedError, match="replaces the scores"):
         lw.stretch(loud_model("rope", encoding="rope+dapev2"), "rerope:7")
+    lw.stretch(loud_model("rope", encoding=None, layers="rope,carope+dapev2"), "rerope:7")  # no RoPE with the scores
+    encoder = LengthwiseForMaskedLM(LengthwiseEncoderConfig(encoding="rope", n_layer=1, n_embd=24, n_head=3))
+    for spec in ("rerope:7", "window"):
+        with pytest.raises(NotImplementedError, match="bands are for causal models, got LengthwiseForMaskedLM"):
+            lw.stretch(encoder, spec)
+    for layers, words in (("rope:7,rope", "all must see beyond"), ("rope:99,rope", "got a window beyond it")):
+        with pytest.raises(NotImplementedError, match=words):
+            lw.stretch(loud_model("rope", encoding=None, layers=layers, share_encoding=True), "rerope:7")
     model = lw.stretch(loud_model("rope"), "rerope:7")
     with pytest.raises(ValueError, match=r"stretched by 'rerope:7' already; call lw\.unstretch"):
         lw.stretch(model, "yarn:4")

@@ -221,7 +221,9 @@ def undamaged(checkpoint: str) -> Iterator[None]:
     except UserError:
         raise
     except (AttributeError, LookupError, RuntimeError, SafetensorError, StrictDataclassError, TypeError) as error:
-        fault = f"{type(error).__name__}: {_first_line(error)}"
+        # The first line of such an error names the field, the others what is wrong with it.
+        words = " ".join(str(error).split()) if isinstance(error, StrictDataclassError) else _first_line(error)
+        fault = f"{type(error).__name__}: {words}"
         raise LoadError(f"{checkpoint!r} is damaged, or no checkpoint: {fault}") from error
 
 

@@ -19,7 +19,7 @@ from lengthwise.distributed.layout import gather, spread, take
 from lengthwise.encodings.registry import find
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 from lengthwise.model.layout import make_layout
-from lengthwise.model.losses import IGNORED, head_loss
+from lengthwise.model.losses import IGNORED, head_loss, head_weight
 
 CONNECTION_LOST = re.compile("connection|closed by peer|broken pipe|timed out|NCCL|gloo", re.IGNORECASE)
 """In torch's errors when another process is gone."""
@@ -102,5 +102,5 @@ def ring_loss(
     check_alike("have the same sequences", {"labels' length": count}, contents, group)
     following = F.pad(following, (0, input_ids.shape[1] - count), value=IGNORED)
     x = model.transformer(own, layout=part, use_cache=False).last_hidden_state
-    losses = head_loss(x, model.lm_head.weight, take(following, part), reduction=reduction)
+    losses = head_loss(x, head_weight(model.lm_head), take(following, part), reduction=reduction)
     return losses if reduction == "sum" else gather(losses, part)[:, :count]

@@ -38,7 +38,7 @@ from lengthwise.evaluate.progress import Progress, work
 from lengthwise.evaluate.score import Score
 from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.model.families import check_length
-from lengthwise.model.losses import head_loss
+from lengthwise.model.losses import head_loss, head_weight
 
 log = logging.getLogger(__name__)
 NO_POSITIONS = "at every place: the rotary angles depend on the length, so each place would need a window of its own"
@@ -267,7 +267,7 @@ def _last_losses(model: PreTrainedModel, inputs: Tensor, targets: Tensor, cache:
     keep = targets.shape[1]
     if isinstance(model, LengthwiseForCausalLM):
         x = model.transformer(inputs, past_key_values=cache, use_cache=cache is not None).last_hidden_state
-        return head_loss(x[:, x.shape[1] - keep :], model.lm_head.weight, targets, reduction="none")
+        return head_loss(x[:, x.shape[1] - keep :], head_weight(model.lm_head), targets, reduction="none")
     flat = last_logits(model, inputs, keep, cache).flatten(0, 1)
     labels = targets.flatten().to(flat.device)
     pairs = zip(flat.split(LOGIT_ROWS), labels.split(LOGIT_ROWS), strict=True)

@@ -205,6 +205,8 @@ def fit_windows(cache: Cache, reaches: Sequence[int | None]) -> None:
             continue
         if reach is not None and reach < window and int(layer.get_seq_length()) == 0:
             layers[number] = type(layer)(max_cache_len=reach, sliding_window=reach)
+            if getattr(layer, "record_past", False):  # assisted decoding takes tokens back
+                layers[number].activate_past_recording()
         elif reach is None or (reach > window and not layer.is_compileable):
             raise ValueError(
                 f"layer {number} must keep {'all' if reach is None else reach} tokens, got a cache that keeps "

@@ -44,7 +44,13 @@ def checked_checkpoint(name: Any, kwargs: dict[str, Any], config_class: type[Pre
         )
     stored = current_format(stored)
     config = kwargs.get("config")
-    wanted_fields = config.to_dict() if isinstance(config, LengthwiseConfig) else kwargs
+    if isinstance(config, PreTrainedConfig):
+        wanted_fields = config.to_dict()
+    elif config is not None:  # a folder, or a name on the hub
+        wanted_fields = current_format(PreTrainedConfig.get_config_dict(config, **_where(kwargs))[0])
+    else:
+        # Fields go by the names of transformers, too.
+        wanted_fields = {LengthwiseConfig.attribute_map.get(name, name): value for name, value in kwargs.items()}
     defaults = {field: getattr(LengthwiseConfig, field, None) for field in MUST_AGREE}
     for field in MUST_AGREE:
         has = stored.get(field, defaults[field]) or None

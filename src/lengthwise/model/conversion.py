@@ -73,6 +73,12 @@ def convert_gpt2(
         embed=embed,
     )
     model: Any = LengthwiseForCausalLM._from_config(config, dtype=source.dtype)
+    norms = {name for name in source.state_dict() if name.endswith(("q_norm.weight", "k_norm.weight"))}
+    if lost := norms ^ {name for name in model.state_dict() if name.endswith(("q_norm.weight", "k_norm.weight"))}:
+        raise ValueError(
+            "a norm after the rotation needs an encoding that rotates in the same layers as before, got "
+            f"{config.label!r}, with other norms: {min(lost)}"
+        )
     weights = {name: w for name, w in source.state_dict().items() if ".encoding." not in name}
     if "transformer.wpe.weight" not in model.state_dict():
         weights.pop("transformer.wpe.weight", None)

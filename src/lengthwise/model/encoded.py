@@ -17,7 +17,7 @@ from lengthwise.encodings import Encoding
 from lengthwise.encodings.base import Zone
 from lengthwise.model.attention import Output, run_zones
 from lengthwise.model.cache import remember
-from lengthwise.token_layout import TokenLayout, Window
+from lengthwise.token_layout import TokenLayout, Window, layout
 
 Norm = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Queries and keys after their rotation, normed."""
@@ -104,6 +104,20 @@ def encoded_attention(
         **kwargs,
     )
     return out, F.pad(weights, (0, room)) if room and weights is not None else weights
+
+
+def key_copies(encoding: Encoding, *, kv_heads: int) -> int:
+    """How many copies of a key there must be: one, unless every head of the queries turns in its own manner."""
+    shape = encoding.shape
+    if kv_heads == shape.heads or not encoding.overrides("rotate"):
+        return 1
+    one, x = layout(1, causal=shape.causal), torch.zeros(1, 1, shape.width)
+    q, k = torch.zeros(1, shape.heads, 1, shape.head_dim), torch.zeros(1, kv_heads, 1, shape.head_dim)
+    try:
+        encoding.rotate(q, k, one, encoding.state(x, None, **encoding.own_qk("state", q, k)))
+    except ValueError:
+        return shape.heads // kv_heads
+    return 1
 
 
 def _spread(x: Tensor, copies: int) -> Tensor:

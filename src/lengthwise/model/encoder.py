@@ -25,7 +25,7 @@ from lengthwise.errors import check_choice
 from lengthwise.model.attention import NAME
 from lengthwise.model.configuration import POOLINGS, LengthwiseEncoderConfig
 from lengthwise.model.layout import is_in_one_piece, packed_layout
-from lengthwise.model.losses import IGNORED, head_loss
+from lengthwise.model.losses import IGNORED, head_loss, head_weight
 from lengthwise.model.modeling import LengthwisePreTrainedModel, LengthwiseTransformer, checked_input
 from lengthwise.token_layout import TokenLayout, Window
 
@@ -152,10 +152,10 @@ class LengthwiseForMaskedLM(EncoderWithHead):
         x = self.transformer(input_ids, attention_mask=attention_mask, position_ids=position_ids).last_hidden_state
         # How many are labelled is not known in a graph, and a device would have to be waited for.
         if torch.compiler.is_compiling() or not x.is_cpu:
-            return head_loss(x, self.lm_head.weight, labels, reduction=reduction)
+            return head_loss(x, head_weight(self.lm_head), labels, reduction=reduction)
         labels = labels.to(x.device)
         labelled = labels != IGNORED
-        losses = head_loss(x[labelled][None], self.lm_head.weight, labels[labelled][None], reduction=reduction)
+        losses = head_loss(x[labelled][None], head_weight(self.lm_head), labels[labelled][None], reduction=reduction)
         if reduction != "none":
             return losses
         return losses.new_zeros(labels.shape).masked_scatter(labelled, losses)

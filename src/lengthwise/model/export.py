@@ -56,6 +56,10 @@ AUTO_MAPS: dict[type[LengthwisePreTrainedModel], dict[str, type[LengthwisePreTra
         "AutoModelForMaskedLM": LengthwiseForMaskedLM,
         "AutoModelForSequenceClassification": LengthwiseForSequenceClassification,
     },
+    LengthwiseForSequenceClassification: {
+        "AutoModel": LengthwiseEncoder,
+        "AutoModelForSequenceClassification": LengthwiseForSequenceClassification,
+    },
 }
 """Which class of ours each Auto class loads, by the class that is exported."""
 
@@ -106,8 +110,10 @@ def export(checkpoint: str | Path, out: str | Path) -> Path:
 def class_of(checkpoint: str | Path) -> type[LengthwisePreTrainedModel]:
     """The class with the head for text that a checkpoint's type of model has."""
     stored, _ = PreTrainedConfig.get_config_dict(checkpoint)
-    encodes = stored.get("model_type") == LengthwiseEncoderConfig.model_type
-    return LengthwiseForMaskedLM if encodes else LengthwiseForCausalLM
+    if stored.get("model_type") != LengthwiseEncoderConfig.model_type:
+        return LengthwiseForCausalLM
+    classifies = LengthwiseForSequenceClassification.__name__ in (stored.get("architectures") or ())
+    return LengthwiseForSequenceClassification if classifies else LengthwiseForMaskedLM
 
 
 def auto_map(exported: type[LengthwisePreTrainedModel]) -> dict[str, str]:

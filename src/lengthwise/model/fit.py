@@ -26,6 +26,7 @@ from lengthwise.encodings.registry import build, find
 from lengthwise.encodings.rope import Rope
 from lengthwise.errors import OptionError, check_choice, check_flag, describe
 from lengthwise.model.attention import Output
+from lengthwise.model.encoded import key_copies
 from lengthwise.model.families import classes_that_take_runs
 from lengthwise.model.families.base import position_table
 from lengthwise.model.families.layer_call import LayerCall, Placed, check_no_dropout
@@ -33,7 +34,7 @@ from lengthwise.model.families.layers import AttentionLayer, attention_layers
 from lengthwise.model.families.swap import Swap, Waves, current_layout, swap_attention, swap_of
 from lengthwise.model.fit_files import mark_config, width_name
 from lengthwise.model.schedule import LayerSpec, parse_layer, parse_layers, split_embedding
-from lengthwise.token_layout import TokenLayout, Window, layout
+from lengthwise.token_layout import TokenLayout, Window
 
 CHILD = "lengthwise"
 """The name of the modules that hold encodings."""
@@ -385,8 +386,7 @@ def _fitted(layer: AttentionLayer, spec: LayerSpec) -> FittedEncoding:
     """The encoding of a layer, where the layer is."""
     encoding = _built(spec, layer, layer.shape.width)
     place = next(layer.module.parameters())
-    groups = layer.shape.heads // layer.kv_heads
-    spread = groups if groups > 1 and _turns_by_head(encoding, layer) else 1
+    spread = key_copies(encoding, kv_heads=layer.kv_heads)
     by_module = repr((encoding.scaling, encoding.resonance)) if _module_can_turn(layer, encoding) else None
     held = FittedEncoding(encoding, window=spec.window, spread=spread, by_module=by_module)
     return held.to(place.device)
@@ -413,20 +413,6 @@ def _built(spec: LayerSpec, layer: AttentionLayer, width: int) -> Encoding:
             "max_position_embeddings in the model's config"
         )
     return encoding
-
-
-def _turns_by_head(encoding: Encoding, layer: AttentionLayer) -> bool:
-    """Whether an encoding needs a key for every head of the queries."""
-    if not encoding.overrides("rotate"):
-        return False
-    shape, one = layer.shape, layout(1, causal=layer.shape.causal)
-    x = torch.zeros(1, 1, shape.width)
-    q, k = torch.zeros(1, shape.heads, 1, shape.head_dim), torch.zeros(1, layer.kv_heads, 1, shape.head_dim)
-    try:
-        encoding.rotate(q, k, one, encoding.state(x, None, **encoding.own_qk("state", q, k)))
-    except ValueError:
-        return True
-    return False
 
 
 def _fitted_embedding(model: PreTrainedModel, layer: AttentionLayer, spec: LayerSpec) -> FittedEncoding:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 CHUNK = 512
 """Tokens at a time: 103 MB of float32 logits with GPT-2's vocabulary."""
@@ -52,6 +52,16 @@ def head_loss(
     return total
 
 
+def head_weight(head: nn.Module) -> Tensor:
+    """The matrix of a model's head, which is all of it; an error where the head was wrapped, as PEFT does."""
+    if not isinstance(head, nn.Linear):
+        raise NotImplementedError(
+            f"model.loss works through the weight of a plain head, got a {type(head).__name__}; use "
+            "model(ids, labels=labels).loss"
+        )
+    return head.weight
+
+
 def _losses(x: Tensor, weight: Tensor, labels: Tensor) -> Float[Tensor, " token"]:
     parts = zip(x.split(CHUNK), labels.split(CHUNK), strict=True)
     found = [F.cross_entropy(F.linear(a, weight).float(), b, ignore_index=IGNORED, reduction="none") for a, b in parts]
@@ -69,7 +79,8 @@ class _HeadLoss(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         for first in range(0, x.shape[0], CHUNK):
             rows = slice(first, first + CHUNK)
-            words, counts = labels[rows].clamp(min=0)[:, None], labels[rows] != IGNORED
+            counts = labels[rows] != IGNORED
+            words = labels[rows].where(counts, 0)[:, None]
             logits = F.linear(x[rows], weight).float()
             normaliser = logits.logsumexp(-1, keepdim=True)
             losses = (normaliser - logits.gather(-1, words)).squeeze(-1)

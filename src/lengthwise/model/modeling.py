@@ -32,9 +32,9 @@ from lengthwise.model.attention import NAME, eager_attention
 from lengthwise.model.cache import cached_layout, cached_length, fit_windows
 from lengthwise.model.checkpoint_checks import checked_checkpoint, checked_loading
 from lengthwise.model.configuration import LengthwiseConfig
-from lengthwise.model.encoded import encoded_attention
+from lengthwise.model.encoded import encoded_attention, key_copies
 from lengthwise.model.layout import added_by, make_layout, with_mask
-from lengthwise.model.losses import head_loss
+from lengthwise.model.losses import head_loss, head_weight
 from lengthwise.model.schedule import LayerSpec, parse_layer
 from lengthwise.token_layout import Slot, TokenLayout, Window
 
@@ -48,6 +48,16 @@ def make_encoding(config: LengthwiseConfig, spec: LayerSpec) -> Encoding:
     """A new encoding; one that is not double is float32 whatever the model's dtype."""
     encoding = build(spec.encoding, config.shape, spec.options)
     return encoding if torch.get_default_dtype() == torch.float64 else encoding.float()
+
+
+def key_copies_of(config: LengthwiseConfig, spec: LayerSpec) -> int:
+    """How many copies of a key a layer's encoding needs; see `key_copies`."""
+    kv_heads = config.n_kv_head or config.n_head
+    if kv_heads == config.n_head:
+        return 1
+    # Apart from the model: its weights may be on no device yet, and its random numbers stay as they were.
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        return key_copies(make_encoding(config, spec), kv_heads=kv_heads)
 
 
 def windows_of(config: LengthwiseConfig) -> list[Window | None]:
@@ -94,8 +104,8 @@ class LengthwiseAttention(nn.Module):
         self.config, self.layer_idx, self.window = config, layer_idx, windows_of(config)[layer_idx]
         self.scaling = dim**-0.5 if config.scale is None else float(config.scale)
         self.is_causal = config.causal
-        self.num_key_value_groups = heads // kv_heads
-        self.heads = (heads, kv_heads, kv_heads)
+        self.heads, self.key_copies = (heads, kv_heads, kv_heads), key_copies_of(config, spec)
+        self.num_key_value_groups = heads // kv_heads // self.key_copies
         self.c_attn = Projection(sum(self.heads) * dim, config.n_embd, bias=config.qkv_bias)
         self.c_proj = ResidualConv1D(config.n_embd, heads * dim, bias=config.out_bias)
         rotates = find(spec.encoding).overrides("rotate")
@@ -158,6 +168,7 @@ class LengthwiseAttention(nn.Module):
             bias=bias,
             added=added,
             norm=self.norm if self.norm_place == "after" else None,
+            spread=self.key_copies,
             **kwargs,
         )
         out = self.c_proj(out.to(x.dtype).flatten(2))
@@ -503,7 +514,7 @@ class LengthwiseForCausalLM(LengthwisePreTrainedModel, GenerationMixin):
         gradient is wanted, "none": (batch, query - 1) losses, 0 where left out.
         """
         x = self.transformer(input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
-        return head_loss(x.last_hidden_state[:, :-1], self.lm_head.weight, labels[:, 1:], reduction=reduction)
+        return head_loss(x.last_hidden_state[:, :-1], head_weight(self.lm_head), labels[:, 1:], reduction=reduction)
 
     @staticmethod
     def create_masks_for_generate(*, attention_mask: Tensor | None, past_key_values: Cache, **kwargs: Any) -> Any:

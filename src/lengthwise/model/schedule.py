@@ -32,13 +32,14 @@ class LayerSpec:
 
     @property
     def reach(self) -> int | None:
-        """How many slots a cache must hold for a new token, itself included; None for all of them."""
+        """How many slots a cache must hold for a new token, itself included; None for all of them.
+
+        Two at least: of a window of 1 a dynamic cache of transformers keeps all tokens.
+        """
         bands = (self.window,) if isinstance(self.window, Band) else self.window
-        if bands is None or isinstance(bands, int):
-            return bands
-        if any(band.farthest is None for band in bands):
+        if bands is None or (not isinstance(bands, int) and any(band.farthest is None for band in bands)):
             return None
-        return max(1, *((band.farthest or 0) * band.chunk for band in bands))
+        return max(2, *([bands] if isinstance(bands, int) else [(band.farthest or 0) * band.chunk for band in bands]))
 
     @property
     def label(self) -> str:

@@ -161,7 +161,7 @@ def _capture(
 def _rotary(layer: LengthwiseAttention, encoding: Encoding, x: Tensor, own_layout: TokenLayout) -> Rotary:
     def unrotated() -> tuple[Tensor, Tensor]:
         q, k, _ = layer.project(x)
-        return q, k
+        return q, k.repeat_interleave(layer.key_copies, 1)
 
     counted = layout(x, causal=own_layout.causal)
     return Rotary(unrotated, lambda q, k: layer.turn(encoding, q, k, counted), own_layout.query_mask)

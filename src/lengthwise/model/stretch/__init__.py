@@ -43,6 +43,7 @@ from lengthwise.token_layout import Window
 
 RECORD = "_lengthwise_stretched"
 """Where a model keeps what was done to it."""
+NOT_CAUSAL = "bands are for causal models, got {}, which sees later tokens"
 
 
 @dataclass(frozen=True)
@@ -189,14 +190,23 @@ def _stretch_ours(model: LengthwisePreTrainedModel, spec: StretchSpec, length: i
             f"a stretched model runs under attention {NAME!r} or 'eager', got {model.config._attn_implementation!r}; "
             f"call model.set_attn_implementation({NAME!r}) first"
         )
+    if spec.method is not None and not model.config.causal:
+        raise NotImplementedError(NOT_CAUSAL.format(type(model).__name__))
     for layer in model.config.schedule:
-        if spec.method is not None and "rope" in layer.encoding and find(layer.encoding).overrides("rescore"):
+        rotates = "rope" in layer.encoding.split("+")
+        if spec.method is not None and rotates and find(layer.encoding).overrides("rescore"):
             raise NotImplementedError(
                 "bands are merged by their log-sum-exp, which an encoding that replaces the scores does not have; got "
                 f"{layer.encoding!r}"
             )
-    every = _sites(model)
-    _check_reach(model, spec, length, [site.reach for site in every])
+    every, shared = _sites(model), model.config.share_encoding
+    reaches = [spec.reach for spec in model.config.schedule] if every and shared else [site.reach for site in every]
+    _check_reach(model, spec, length, reaches)
+    if shared and not all(_sees_beyond(reach, length) for reach in reaches):
+        raise NotImplementedError(
+            f"layers that share one RoPE are stretched together, so that all must see beyond the trained length, "
+            f"{length:,}; got a window within it"
+        )
     sites = tuple(site for site in every if _sees_beyond(site.reach, length))
     # All of them before the first is in place: an error leaves the model as it is.
     encodings = tuple(StretchedRope(site.rope, spec, length) for site in sites)
@@ -245,7 +255,7 @@ def _stretch_theirs(model: PreTrainedModel, spec: StretchSpec, length: int) -> S
     reaches = {layer.number: LayerSpec(window=layer.window).reach for layer in every}
     _check_reach(model, spec, length, [reaches[layer.number] for layer in rotating])
     if spec.method is not None and not all(layer.shape.causal for layer in rotating):
-        raise NotImplementedError(f"bands are for causal models, got {type(model).__name__}, which sees later tokens")
+        raise NotImplementedError(NOT_CAUSAL.format(type(model).__name__))
     encodings = {
         layer.number: StretchedRope(_rope_of(layer), spec, length)
         for layer in rotating
