@@ -237,3 +237,16 @@ def test_a_choice_of_skipping_is_the_context_s_own():
     with lw.skipping(False):
         assert not checked_call(q, k, v).skip
     assert checked_call(q, k, v).skip
+
+
+@pytest.mark.parametrize(("name", "backend"), [("cable", "row_block"), ("grape-a", "auto"), ("shaw", "reference")])
+def test_a_batch_of_nothing_has_an_output_of_nothing(name, backend):
+    encoding, layout = lw.make(name, heads=3, width=24, head_dim=8), lw.layout(6)
+    x, q = torch.zeros(0, 6, 24), torch.zeros(0, 3, 6, 8)
+    bias = encoding.bias(x, layout, **encoding.own_qk("bias", q, q))
+    assert lw.attend(q, q, q, layout=layout, bias=bias, backend=backend).shape == q.shape
+
+
+def test_no_tokens_see_one_another_on_either_side():
+    encoding = lw.make("ssmax", heads=3, width=24, causal=False)
+    assert encoding.logit_scale(torch.zeros(1, 0, 24), lw.layout(0, causal=False)).shape[-1] == 0

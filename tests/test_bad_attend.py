@@ -145,6 +145,18 @@ ADDED = {
         "got a Cope",
         "encoding.rescore",
     ),
+    "a network of other heads": (
+        {"rescore": lw.make("dape", heads=4, width=28).rescore(torch.zeros(2, 5, 28), lw.layout(5))},
+        ValueError,
+        "the 7 heads of q",
+        "got 4",
+    ),
+    "contextual positions of other channels": (
+        {"rescore": lw.make("cope", heads=7, width=56).rescore(torch.zeros(2, 5, 56), lw.layout(5))},
+        ValueError,
+        "the 4 channels of q",
+        "got 8",
+    ),
     "a bias of another layout": (
         {"bias": alibi_table(3), "layout": lw.layout(5)},
         ValueError,

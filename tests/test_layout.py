@@ -362,3 +362,34 @@ def test_two_threads_get_the_biases_of_their_own_layouts(decoding):
     finally:
         sys.setswitchinterval(interval)
     assert not wrong
+
+
+@pytest.mark.parametrize("name", ["cable", "fox", "k-cable", "path"])
+def test_without_a_state_padding_between_tokens_counts_for_nothing_too(name):
+    encoding = lw.make(name, heads=3, width=24, head_dim=8)
+    x = torch.randn(1, 6, 24, generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[True, True, False, False, True, True]])
+    layout = lw.layout(x, key_mask=mask)
+    hook = encoding.rescore if name == "path" else encoding.bias
+    found, expected = hook(x, layout), hook(x, layout, encoding.state(x, mask))
+    if name == "path":
+        q = torch.randn(1, 3, 6, 8, generator=torch.Generator().manual_seed(1))
+        outs = [lw.attend(q, q, q, layout=layout, rescore=rescore) for rescore in (found, expected)]
+    else:
+        outs = [found.dense(), expected.dense()]
+    assert torch.equal(*outs)
+
+
+# These have numbers for both sides whatever they were made for.
+BOTH_SIDES = ("alibi", "alibi-2d", "swin", "grape-a")
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, cls in lw.ENCODINGS.items() if cls.hook() == "bias" and name not in BOTH_SIDES]
+)
+def test_an_encoding_of_causal_attention_is_not_asked_for_later_keys(name):
+    shape = {"heads": 4, "width": 32, "head_dim": 8, "train_length": 64}
+    encoding, x = lw.make(name, **shape), torch.zeros(1, 6, 32)
+    q = torch.zeros(1, 4, 6, 8)
+    with pytest.raises(ValueError, match="made for causal attention got a two-sided layout; make it with"):
+        encoding.bias(x, lw.layout(6, causal=False), **encoding.own_qk("bias", q, q))

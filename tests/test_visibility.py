@@ -173,3 +173,11 @@ def test_bands_are_counted_inside_a_document():
 def test_a_chunk_is_seen_whole():
     seen = Visibility(lw.layout(6, causal=False), None, (lw.Band(0, 1, chunk=3),)).mask()[0, 0]
     assert torch.equal(seen, torch.block_diag(torch.ones(3, 3), torch.ones(3, 3)).bool())
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8], ids=str)
+def test_documents_of_any_integers_are_kept_apart(dtype):
+    documents = (torch.arange(60) // 10)[None]
+    q, k, v = torch.randn(3, 1, 3, 60, 8, generator=torch.Generator().manual_seed(0))
+    wide, narrow = (lw.attend(q, k, v, layout=lw.layout(60, documents=x)) for x in (documents, documents.to(dtype)))
+    assert torch.equal(narrow, wide)

@@ -14,6 +14,7 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from lengthwise.attention import BACKENDS, attend, checked_call, merge, run, ski
 from lengthwise.attention.backend import Refusal
 from lengthwise.bias import Bias, DenseBias, at_least_float32, rebuild
 from lengthwise.encodings import AttentionShape, Encoding, PositionError
-from lengthwise.encodings.registry import build
+from lengthwise.encodings.registry import build, find
 from lengthwise.rescore import Rescore
 from lengthwise.token_layout import Band, TokenLayout, Window
 from lengthwise.token_layout import layout as layout_of
@@ -215,8 +216,9 @@ class Layer(nn.Module):
 
 def check_laws(name: str, options: Mapping[str, object] | None = None) -> None:
     """Run every law on an encoding, with every backend that takes it; an AssertionError names the law."""
-    for backend in TRIED:
-        subject = Subject(name, options or {}, backend)
+    forms = (True, False) if find(name).two_sided else (True,)
+    for backend, causal in product(TRIED, forms):
+        subject = Subject(name, options or {}, backend, causal)
         if refuses(subject):
             continue
         for law in LAWS:
@@ -225,7 +227,8 @@ def check_laws(name: str, options: Mapping[str, object] | None = None) -> None:
             except DoesNotApply:
                 continue
             except AssertionError as error:
-                raise AssertionError(f"{name} under {backend}: {law.__doc__} {error}") from error
+                form = "" if causal else ", two-sided"
+                raise AssertionError(f"{name} under {backend}{form}: {law.__doc__} {error}") from error
 
 
 def refuses(subject: Subject) -> bool:
@@ -551,7 +554,7 @@ def assert_near(actual: Tensor, expected: Tensor, where: str) -> None:
     empty = actual == expected  # both may be -inf
     error = float((actual - expected).detach().masked_fill(empty, 0).abs().max())
     scale = float(expected.detach().masked_fill(empty & expected.isinf(), 0).abs().max())
-    assert error <= RELATIVE * scale, f"They differ by {error / scale:.1e} of the largest: {where}."
+    assert error <= RELATIVE * scale, f"They differ by {error:.1e}, where the largest is {scale:.1e}: {where}."
 
 
 def _with_gradients(layer: Layer, x: Tensor, tries: int = 4) -> dict[str, Tensor]:

@@ -335,6 +335,8 @@ class TokenLayout:
         if self.ring is not None:
             return self.ring.whole._document_lengths().index_select(2, self.ring.slots)
         _, key_index = self.indices()
+        if not self.key_count:
+            return key_index.new_ones(key_index.shape[0], 1, self.query_count)
         if self.key_documents is None or self.query_documents is None:
             return (key_index.amax(1) + 1).clamp(min=1)[:, None, None].expand(-1, 1, self.query_count)
         # One more than the number of its last real token.

@@ -26,7 +26,7 @@ from torch import Tensor
 from lengthwise.attention.visibility import Visibility
 from lengthwise.bias import Bias, DistanceBias, LevelBias, QueryDistanceBias
 from lengthwise.errors import check_flag, check_int, describe
-from lengthwise.rescore import Rescore
+from lengthwise.rescore import ContextualPositions, HeadNetwork, Rescore
 from lengthwise.token_layout import Band, TokenLayout, Window, check_per_key
 
 FEW_QUERIES = 4
@@ -227,6 +227,10 @@ def checked_call(
         raise TypeError(
             f"rescore must be a described Rescore, got {describe(rescore)}; use encoding.rescore(x, layout)"
         )
+    if isinstance(rescore, HeadNetwork) and rescore.weight_out.shape[0] != heads:
+        raise ValueError(f"the network of rescore must have the {heads} heads of q, got {rescore.weight_out.shape[0]}")
+    if isinstance(rescore, ContextualPositions) and rescore.table.shape[0] != dim:
+        raise ValueError(f"the table of rescore must have the {dim} channels of q, got {rescore.table.shape[0]}")
     for name, value in (("scale", scale), ("softcap", softcap)):
         real = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if value is not None and (not real or (name == "softcap" and value <= 0)):

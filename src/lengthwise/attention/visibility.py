@@ -98,7 +98,7 @@ class Visibility:
             documents, own = (x.expand(rows, -1).contiguous() for x in (documents, own))
             order = order.expand(rows, -1)
             low, high = (torch.searchsorted(documents, own, right=right) for right in (False, True))
-            ordinal = torch.zeros_like(documents)
+            ordinal = torch.zeros_like(documents, dtype=torch.int64)
             ordinal[:, 1:] = (documents[:, 1:] != documents[:, :-1]).cumsum(1)
         begin = low
         if self.is_causal or self.window is not None:

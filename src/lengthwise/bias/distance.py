@@ -185,7 +185,7 @@ def _picked_distances(
     values: Float[Tensor, "#batch head token distance"], index: Int[Tensor, "#batch token other"]
 ) -> Float[Tensor, "#batch head token other"]:
     """values[b, h, n, index[b, n, m]], with a gradient that is always summed in the same order."""
-    batch, heads = max(values.shape[0], index.shape[0]), values.shape[1]
+    batch, heads = values.shape[0] if index.shape[0] == 1 else index.shape[0], values.shape[1]
     return values.expand(batch, -1, -1, -1).gather(3, index[:, None].expand(batch, heads, -1, -1))
 
 

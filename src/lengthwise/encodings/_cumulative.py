@@ -26,6 +26,7 @@ from lengthwise.encodings.base import (
     State,
     Tokens,
     are_apart,
+    check_sides,
     checked_count,
     checked_state,
     checked_tokens,
@@ -71,6 +72,7 @@ class StepEncoding(Encoding):
 
     def bias(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> LevelBias:
         """-slope curve(|level - level|)."""
+        check_sides(layout, causal=self.shape.causal)
         checked_tokens(x, self.shape.width)
         checked_count(x, *((layout.key, "key") if state is None else (layout.query, "query")))
         start, queries = layout.start, layout.query_count
@@ -79,7 +81,7 @@ class StepEncoding(Encoding):
                 f"{type(self).__name__} needs queries that are among the keys, got {queries} from slot {start} on and "
                 f"{layout.key_count} keys; the layout must have the positions of all keys, old and new"
             )
-        step = self._checked_step(x, layout.key_count, state)
+        step = self._checked_step(x, layout, state)
         if self.symmetric and not self.shape.causal:
             if layout.ring is not None:
                 raise ValueError("sides='alike' needs all tokens in one process, got a sequence that several share")
@@ -95,9 +97,9 @@ class StepEncoding(Encoding):
             ring=layout.ring,
         )
 
-    def _checked_step(self, x: Tokens, keys: int, state: State | None) -> Float[Tensor, "batch head key"]:
-        own = self.state(x) if state is None else state
-        return checked_state(own, "step", x.shape[0], self.shape.heads, keys)
+    def _checked_step(self, x: Tokens, layout: TokenLayout, state: State | None) -> Float[Tensor, "batch head key"]:
+        own = self.state(x, layout.key_mask) if state is None else state
+        return checked_state(own, "step", x.shape[0], self.shape.heads, layout.key_count)
 
 
 class SlopedStepEncoding(StepEncoding):

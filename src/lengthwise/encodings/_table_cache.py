@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lengthwise.bias import DistanceBias, FunctionBias, Index
+from lengthwise.encodings.base import check_sides
 from lengthwise.token_layout import TokenLayout
 
 T = TypeVar("T")
@@ -66,7 +67,7 @@ def table_reach(layout: TokenLayout) -> int | None:
     if layout.query.numel() and layout.key.numel():
         (first, last), (lowest, highest) = layout.query.aminmax(), layout.key.aminmax()
         furthest = torch.maximum(last - lowest, highest - first)
-        torch._assert_async(furthest < count, "positions with gaps need a longer table than a compiled graph has")
+        torch._assert_async(furthest < count, "positions with gaps need a longer table than a graph or a device has")
     return count
 
 
@@ -88,6 +89,7 @@ def bias_of_distance(
     `function` is a registered one of rows, columns, query and key positions and the numbers, which are made of the
     learned parameters `made_of`; heads are the second axis of what it gives.
     """
+    check_sides(layout, causal=causal)
     reach = table_reach(layout)
     if reach is None:
         return FunctionBias(function, (layout.query, layout.key, *numbers()))
@@ -98,7 +100,9 @@ def bias_of_distance(
         origin = torch.zeros_like(distances[:, :1])
         return function(slice(None), slice(None), distances, origin, *numbers())[0, :, :, 0], first
 
-    table, first = cache.table(make, reach, *made_of, decoding=is_decoding(layout))
+    # Nothing that is learned, but on the device of the table.
+    place = layout.query.new_empty(0)
+    table, first = cache.table(make, reach, *made_of, place, decoding=is_decoding(layout))
     return DistanceBias(table, layout.query, layout.key, first)
 
 

@@ -270,6 +270,12 @@ class QueryEncoding(Encoding):
         return every_head("q", q, self.shape, layout.query_count)
 
 
+def check_sides(layout: TokenLayout, *, causal: bool) -> None:
+    """An error for an encoding of causal attention where queries see later keys, for which it has no numbers."""
+    if causal and not layout.causal and layout.mask is None:
+        raise ValueError("an encoding made for causal attention got a two-sided layout; make it with causal=False")
+
+
 def are_apart(shape: AttentionShape, sides: Sides) -> bool:
     """Whether the option `sides` tells left from right; under causality there is one side, and it changes nothing."""
     check_choice("sides", sides, ("alike", "apart"), "Under causality there is one side, and it changes nothing.")

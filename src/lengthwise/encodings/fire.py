@@ -28,7 +28,16 @@ from lengthwise.bias import (
     without_autocast,
 )
 from lengthwise.encodings._table_cache import TableCache, is_decoding, table_reach
-from lengthwise.encodings.base import AttentionShape, Encoding, Sides, State, Tokens, are_apart, reset_linear
+from lengthwise.encodings.base import (
+    AttentionShape,
+    Encoding,
+    Sides,
+    State,
+    Tokens,
+    are_apart,
+    check_sides,
+    reset_linear,
+)
 from lengthwise.errors import check_int, check_number
 from lengthwise.token_layout import TokenLayout
 
@@ -68,6 +77,7 @@ class Fire(Encoding):
 
         Where positions may not be read, in a compiled graph or on a device, it is straight lines always.
         """
+        check_sides(layout, causal=self.shape.causal)
         causal, reach, decoding = self.shape.causal, table_reach(layout), is_decoding(layout)
         query, key, facts = layout.query, layout.key, layout.facts
         scope = fire_scope(layout, causal=causal)

@@ -17,6 +17,7 @@ from lengthwise.encodings.base import (
     Encoding,
     State,
     Tokens,
+    check_sides,
     checked_tokens,
     project,
     query_tokens,
@@ -50,6 +51,7 @@ class Inkling(Encoding):
 
     def bias(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> QueryDistanceBias:
         """What the queries' tokens mix."""
+        check_sides(layout, causal=self.shape.causal)
         checked_tokens(x, self.shape.width)
         rows = project(self.to_rows, query_tokens(x, layout)).unflatten(1, (self.shape.heads, -1)).transpose(2, 3)
         return QueryDistanceBias(rows, self.profiles[None], layout.query, layout.key, self.first, beyond="zero")

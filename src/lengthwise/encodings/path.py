@@ -73,7 +73,7 @@ class Path(Encoding):
 
     def rescore(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> ScoreFunction:
         """The product over the tokens between, in the place of q.k."""
-        shape, own = self.shape, self.state(x) if state is None else state
+        shape, own = self.shape, self.state(x, layout.key_mask) if state is None else state
         vector = checked_state(own, "vector", x.shape[0], shape.heads, layout.key_count, shape.head_dim)
         beta = checked_state(own, "beta", x.shape[0], shape.heads, layout.key_count)
         w = F.silu(convolved(vector, self.taps, layout))

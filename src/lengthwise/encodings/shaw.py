@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lengthwise.bias import QueryDistanceBias
-from lengthwise.encodings.base import AttentionShape, QueryEncoding, State, Tokens
+from lengthwise.encodings.base import AttentionShape, QueryEncoding, State, Tokens, check_sides
 from lengthwise.errors import check_int
 from lengthwise.token_layout import TokenLayout
 
@@ -45,5 +45,6 @@ class Shaw(QueryEncoding):
         k: Tensor | None = None,
     ) -> QueryDistanceBias:
         """Queries that meet the table."""
+        check_sides(layout, causal=self.shape.causal)
         rows = self.queries(q, layout) * self.shape.head_dim**-0.5
         return QueryDistanceBias(rows, self.table.T[None], layout.query, layout.key, first=self.first)

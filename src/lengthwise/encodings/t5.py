@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lengthwise.bias import DistanceBias
 from lengthwise.bias.constants import constant
 from lengthwise.encodings._table_cache import TableCache, is_decoding
-from lengthwise.encodings.base import AttentionShape, Encoding, Sides, State, Tokens, are_apart
+from lengthwise.encodings.base import AttentionShape, Encoding, Sides, State, Tokens, are_apart, check_sides
 from lengthwise.errors import check_int
 from lengthwise.token_layout import TokenLayout
 
@@ -55,6 +55,7 @@ class T5(Encoding):
 
     def bias(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> DistanceBias:
         """The table spread out over the distances that differ."""
+        check_sides(layout, causal=self.shape.causal)
         table = self._tables.table(self._spread, 1, self.table, decoding=is_decoding(layout))
         return DistanceBias(table, layout.query, layout.key, first=-len(self.ahead))
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lengthwise.bias import DistanceBias
-from lengthwise.encodings.base import AttentionShape, Encoding, Sides, State, Tokens, are_apart
+from lengthwise.encodings.base import AttentionShape, Encoding, Sides, State, Tokens, are_apart, check_sides
 from lengthwise.errors import check_int
 from lengthwise.token_layout import TokenLayout
 
@@ -39,6 +39,7 @@ class T5Clamped(Encoding):
 
     def bias(self, x: Tokens, layout: TokenLayout, state: State | None = None) -> DistanceBias:
         """The table as it is, or beside its mirror image."""
+        check_sides(layout, causal=self.shape.causal)
         mirrored = self.symmetric and not self.shape.causal
         table = torch.cat([self.table[:, 1:].flip(1), self.table], 1) if mirrored else self.table
         return DistanceBias(table, layout.query, layout.key, first=self.first)

@@ -14,7 +14,16 @@ from torch import Tensor, nn
 
 from lengthwise.bias import QueryDistanceBias, at_least_float32, without_autocast
 from lengthwise.encodings._table_cache import TableCache, is_decoding, table_reach
-from lengthwise.encodings.base import AttentionShape, Keys, Queries, QueryEncoding, State, Tokens, reset_linear
+from lengthwise.encodings.base import (
+    AttentionShape,
+    Keys,
+    Queries,
+    QueryEncoding,
+    State,
+    Tokens,
+    check_sides,
+    reset_linear,
+)
 from lengthwise.errors import check_int
 from lengthwise.token_layout import TokenLayout
 
@@ -58,6 +67,7 @@ class TransformerXL(QueryEncoding):
         k: Tensor | None = None,
     ) -> QueryDistanceBias:
         """Queries with v added, which meet the waves."""
+        check_sides(layout, causal=self.shape.causal)
         rows = (self.queries(q, layout) + self.distance_query[:, None]) * self.shape.head_dim**-0.5
         count = table_reach(layout)
         if count is None:  # positions with gaps: as long as it takes

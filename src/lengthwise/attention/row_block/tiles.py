@@ -84,7 +84,7 @@ class Tiles:
         """Parts that share their tiles: all sequences where a tile is expensive, else one part at a time."""
         call = self.call
         groups = [slice(head, min(head + self.heads, call.heads)) for head in range(0, call.heads, self.heads)]
-        if self.term.whole:
+        if self.term.whole and call.batch:
             yield [self._part(batch, groups[0]) for batch in range(call.batch)]
         else:
             for batch in range(call.batch):

@@ -32,7 +32,7 @@ class LevelTerm(Term):
         queries, keys = (call.queries, call.keys) if self.channel_grad else (0, 0)
         self.d_query, self.d_slope, self.d_key = (self.slope.new_zeros(*shape, n) for n in (queries, queries, keys))
         self.reach: Tensor | None = None
-        self.fall = self._steepest_fall() if self.straight and call.queries and call.keys else 0.0
+        self.fall = self._steepest_fall() if self.straight and call.batch and call.queries and call.keys else 0.0
 
     def _steepest_fall(self) -> float:
         """The steepest slope over the whole way; levels and slopes may be anything, NaN means none."""
