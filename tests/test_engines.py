@@ -289,6 +289,9 @@ def test_progress_counts_no_run_that_is_still_to_be_trained(tmp_path):
         assert progress.measuring_steps == 4
         results(config, runs, [], evaluator, {}, StudyClock(Path(config.out)), progress)
     assert progress.done == {"alibi-1337": 3 + progress.measuring_steps, "learned-1337": 0}
+    with StudyProgress(runs, measured_tokens=900) as again:
+        again.recorded(runs[0])
+    assert again.first == 3 + again.measuring_steps, "what was measured before is no pace"
 
 
 def test_the_report_of_a_cluster_grows_while_runs_finish(tmp_path, monkeypatch):

@@ -380,6 +380,11 @@ class StudyProgress:
         if not self.bar.disable and more > 0:
             self.bar.update(more)
 
+    def recorded(self, run: StudyRun) -> None:
+        """A run was measured before this study began: it takes no time."""
+        self.measuring_done(run)
+        self.first = sum(self.done.values())
+
     def training_done(self, run: StudyRun) -> None:
         """The training of a run ended, well or not."""
         self.set_steps(run, self.steps[run.name])

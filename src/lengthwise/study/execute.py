@@ -77,6 +77,8 @@ def run_study(config: StudyConfig) -> str:
     with clock, StudyProgress([*runs, *later], measured_tokens=measured_tokens) as progress:
         # A contrastive run starts from the weights of a masked one, so that a record of that is not enough.
         recorded = set() if later else {run.name for run in runs if evaluator.record(run) is not None}
+        for run in (run for run in runs if run.name in recorded):
+            progress.recorded(run)
         waiting = [run for run in (*runs, *later) if not run.is_finished and run.name not in recorded]
         for run in waiting if config.train else ():
             if differing := evaluator.record_differences(run):
