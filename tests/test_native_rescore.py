@@ -365,13 +365,6 @@ def test_a_score_function_is_refused_with_the_backend_that_takes_it():
     assert "row_block" in refused.reasons[0]
 
 
-def test_a_network_or_table_of_another_size_is_refused():
-    q = torch.randn(1, 2, 5, 8)
-    network = HeadNetwork(torch.randn(4, 6, 1), torch.randn(4), torch.randn(3, 4, 1), torch.randn(3))
-    for other in (network, ContextualPositions(torch.randn(7, 4))):
-        assert isinstance(rescore.plan(checked_call(q, q, q, rescore=other)), Refusal)
-
-
 @pytest.mark.parametrize("rescored", RESCORES)
 @pytest.mark.parametrize(("queries", "keys"), [(0, 5), (3, 0), (0, 0)])
 def test_calls_without_queries_or_keys_give_zeros(rescored, queries, keys):

@@ -184,7 +184,7 @@ def test_overview_curves_and_comparison_draw_every_head(tmp_path):
     curves = views[1]["profile"].curves(log=True)
     assert [len([line for line in axes.lines if line.get_label()[0] == "H"]) for axes in curves.axes] == [3, 3]
     both = compare([views[0]["bias"], views[1]["scores"]], heads=[1])
-    assert [axes.get_title() for axes in panels(both)] == ["cable: bias", "rope: scores"]
+    assert [axes.get_title() for axes in panels(both)] == ["cable: bias, layer 2", "rope: scores, layer 1"]
     for number, figure in enumerate((overview, curves, both)):
         save_picture(figure, tmp_path / f"{number}.png")
     with pytest.raises(ValueError, match="the maps of at least one model"):
