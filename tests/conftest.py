@@ -43,6 +43,9 @@ SAME_MODELS = {
 SAME_COMPOSITIONS = {"alibi+dapev2"}
 """A network over the scores does not know which bias it is given: as cable+dapev2."""
 
+LONGEST = ("test_triton", "test_shapes", "test_study")
+"""Files with tests of half a minute."""
+
 OVER_ALL = (
     *("test_compile", "test_devices", "test_evaluate", "test_inspect"),
     *("test_model_citizen", "test_model_decoding", "test_model_ecosystem"),
@@ -72,6 +75,8 @@ def repeats_a_law(parameters: dict[str, object], two_sided: bool) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
+    # The longest tests first: at the end one process would wait for another that has just begun one.
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
     for item in items:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
         names = {value for value in parameters.values() if isinstance(value, str)}
