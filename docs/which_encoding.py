@@ -177,7 +177,8 @@ def task_blocks(study: dict) -> list[str]:
     exact = {task: [whole[task, one, shortest] for one in able(task, shortest)] for task in names}
     ends = {task: dict.fromkeys(f"{end:.0%}" for end in (min(own), max(own))) for task, own in exact.items() if own}
     shares = ", ".join(f"{task} {' to '.join(own)}" for task, own in ends.items())
-    words += f" Of what is learned, whole answers are right less often: {shares} at {shortest} characters."
+    if shares:
+        words += f" Of what is learned, whole answers are right less often: {shares} at {shortest} characters."
     idle = [one for one in encodings if not any(one in able(task, shortest) for task in names)]
     late = {row["encoding"] for row in study["rows"] if row["under_trained"]}
     if idle:

@@ -9,6 +9,7 @@ from model_kit import loud_model, make_cache, make_config, tokens
 from transformers import AutoModelForCausalLM, Cache
 
 import lengthwise as lw
+from lengthwise.loading import LoadError, load_model
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 
 
@@ -192,3 +193,11 @@ def test_our_attention_is_refused_to_models_that_do_not_tell_positions():
     other.set_attn_implementation("lengthwise")
     with pytest.raises(NotImplementedError, match="GPT2Attention"):
         other(tokens())
+
+
+def test_a_config_field_of_another_type_is_named_with_the_reason(tmp_path):
+    loud_model("kerple").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"n_layer": 2', '"n_layer": "2"'))
+    with pytest.raises(LoadError, match=r"is damaged, or no checkpoint: .*'n_layer'.* expected int"):
+        load_model(str(tmp_path))

@@ -58,3 +58,10 @@ def test_the_page_names_what_a_layer_has(tmp_path):
         seen.ready()
         assert seen.tab.inner_text("#head-title") == "Layer 3 (kerple+sink), head 2"
         assert seen.tab.locator(".label.row").all_inner_texts() == ["1 alibi:7", "3 kerple+sink"]
+
+
+def test_heads_that_share_keys_and_turn_apart_are_seen_by_their_scores():
+    model = loud_model("pope", n_head=4, n_kv_head=2, head_dim=8)
+    views = position_views(model, tokens(1), "all")
+    assert {"scores", "profile"} <= views.keys()
+    assert views["scores"].maps[0].heads == 4

@@ -50,7 +50,7 @@ def checked_checkpoint(name: Any, kwargs: dict[str, Any], config_class: type[Pre
         wanted_fields = current_format(PreTrainedConfig.get_config_dict(config, **_where(kwargs))[0])
     else:
         # Fields go by the names of transformers, too.
-        wanted_fields = {LengthwiseConfig.attribute_map.get(name, name): value for name, value in kwargs.items()}
+        wanted_fields = {LengthwiseConfig.attribute_map.get(key, key): value for key, value in kwargs.items()}
     defaults = {field: getattr(LengthwiseConfig, field, None) for field in MUST_AGREE}
     for field in MUST_AGREE:
         has = stored.get(field, defaults[field]) or None

@@ -200,7 +200,8 @@ def _stretch_ours(model: LengthwisePreTrainedModel, spec: StretchSpec, length: i
                 f"{layer.encoding!r}"
             )
     every, shared = _sites(model), model.config.share_encoding
-    reaches = [spec.reach for spec in model.config.schedule] if every and shared else [site.reach for site in every]
+    seen = model.config.schedule if every and shared else every
+    reaches = [layer.reach for layer in seen]
     _check_reach(model, spec, length, reaches)
     if shared and not all(_sees_beyond(reach, length) for reach in reaches):
         raise NotImplementedError(
