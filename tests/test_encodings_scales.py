@@ -14,6 +14,7 @@ from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_
 from witness import assert_refuses, assert_same, dot, make, numbers
 
 import lengthwise as lw
+from lengthwise.visibility import visible_counts
 
 HEADS, DIM, LENGTH = 3, 4, 9
 WIDTH = HEADS * DIM
@@ -91,6 +92,7 @@ LAYOUTS = {
     "plain": {"tokens": 7},
     "decoding": {"tokens": 2, "past": 5},
     "padded": {"tokens": 7, "key_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0]]).bool()},
+    "padded between": {"tokens": 2, "past": 5, "key_mask": torch.tensor([[0, 1, 1, 1, 0, 0, 1]] * 2).bool()},
     "packed": {"tokens": 7, "documents": torch.tensor([[0, 0, 0, 1, 1, 1, 1]])},
     "packed in pieces, padded": {
         "tokens": 7,
@@ -100,9 +102,10 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("arguments", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_a_layout_counts_the_keys_that_its_mask_shows(arguments, causal):
+def test_the_keys_that_a_mask_shows_are_counted(arguments, causal, window):
     layout = lw.layout(**arguments, causal=causal)
     slots = layout.query_slots()
     mask = torch.ones(layout.batch, 1, layout.query_count, layout.key_count, dtype=torch.bool)
@@ -112,11 +115,13 @@ def test_a_layout_counts_the_keys_that_its_mask_shows(arguments, causal):
         mask &= layout.key_mask[:, None, None]
     if layout.key_documents is not None:
         mask &= (layout.key_documents[:, slots, None] == layout.key_documents[:, None])[:, None]
-    seen = layout.visible_counts().expand(layout.batch, 1, -1)
-    real = mask.diagonal(layout.key_count - layout.query_count, -2, -1) if not causal else mask.any(-1)
+    if window is not None:
+        mask &= (slots[:, None] - torch.arange(layout.key_count)).abs() < window
+    seen = visible_counts(layout, window).expand(layout.batch, 1, -1)
+    real = mask.diagonal(layout.key_count - layout.query_count, -2, -1)
     assert torch.equal(seen[real], counted(layout, mask)[real])
     explicit = lw.TokenLayout.of(layout.query, layout.key, key_mask=layout.key_mask, mask=mask, causal=causal)
-    assert torch.equal(explicit.visible_counts(), counted(layout, mask))
+    assert torch.equal(visible_counts(explicit), counted(layout, mask))
 
 
 def parts(seed=0, dtype=torch.float32, kv_heads=HEADS):

@@ -15,7 +15,6 @@ import lengthwise as lw
 from lengthwise.attention import AttentionCall, checked_call, flex, run
 from lengthwise.attention.backend import Refusal
 from lengthwise.attention.flex import masks
-from lengthwise.attention.visibility import Visibility
 from lengthwise.bias import (
     Bias,
     DenseBias,
@@ -29,6 +28,7 @@ from lengthwise.bias import (
 )
 from lengthwise.rescore import ScoreFunction
 from lengthwise.token_layout import Band, TokenLayout
+from lengthwise.visibility import Visibility
 
 BATCH, LENGTH, HEADS, DIM = 2, 300, 4, 16
 SLOTS = torch.arange(LENGTH)[None]

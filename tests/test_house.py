@@ -24,6 +24,7 @@ ROOMS = [
     "files",
     "options",
     "token_layout",
+    "visibility",
     "bias",
     "rescore",
     "encodings",

@@ -11,8 +11,8 @@ import torch
 
 import lengthwise as lw
 from lengthwise.attention.call import AttentionCall
-from lengthwise.attention.visibility import Visibility
 from lengthwise.token_layout import Facts, TokenLayout, documents_of
+from lengthwise.visibility import Visibility
 
 PADDED = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 0, 1, 0, 1]]).bool()
 PACKED = torch.tensor([[0, 0, 0, 1, 1, 1], [4, 4, 7, 7, 7, 9]])

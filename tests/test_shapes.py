@@ -13,7 +13,7 @@ import sys
 from jaxtyping import install_import_hook
 
 CHECKED = ["bias", "rescore", "token_layout", "encodings", "attention.call", "attention.reference",
-           "attention.backend", "attention.visibility", "attention.decode", "model"]
+           "attention.backend", "visibility", "attention.decode", "model"]
 with install_import_hook([f"lengthwise.{name}" for name in CHECKED], "beartype.beartype"):
     import lengthwise.bias, lengthwise.rescore, lengthwise.token_layout, lengthwise.encodings, lengthwise.attention
     import lengthwise.model

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lengthwise as lw
-from lengthwise.attention.visibility import Visibility
+from lengthwise.visibility import Visibility
 
 ROUNDS, CHUNKS = 1200, 4
 

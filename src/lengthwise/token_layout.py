@@ -213,7 +213,7 @@ class TokenLayout:
         if not 0 <= first <= first + count <= self.key_count:
             raise ValueError(f"keys {first} to {first + count} must lie within the {self.key_count} keys")
         part = slice(first, first + count)
-        query_index, key_index = self.indices() if self._counts_tokens and self._can_count else (None, None)
+        query_index, key_index = self.indices() if self.counts_tokens and self._can_count else (None, None)
         cut = replace(
             self,
             key=self.key[:, part],
@@ -286,7 +286,7 @@ class TokenLayout:
         return alone.with_facts()
 
     @property
-    def _counts_tokens(self) -> bool:
+    def counts_tokens(self) -> bool:
         """Whether a token's number is not simply its slot."""
         return self.key_index is not None or self.key_mask is not None or self.key_documents is not None
 
@@ -303,47 +303,13 @@ class TokenLayout:
         """
         if self.query_index is not None and self.key_index is not None:
             return self.query_index, self.key_index
-        if not self._counts_tokens:
+        if not self.counts_tokens:
             slots = torch.arange(self.key_start, self.key_start + self.key_count, device=self.key.device)
             return (self.query_slots() + self.key_start)[None], slots[None]
         if not self._can_count:
             raise ValueError("tokens can only be counted where the queries are among the keys; use layout.keys")
         key_index = number_in_document(self.key_mask, self.key_documents)
         return key_index.index_select(1, self.query_slots()), key_index
-
-    def visible_counts(self, window: int | None = None) -> Int[Tensor, "#batch #head query"]:
-        """How many keys each query may see: real tokens of its own document, up to itself if causal, within a window.
-
-        At least 1, for queries that are padding. What a cache has dropped or not yet filled makes no difference.
-        """
-        if self.mask is not None:
-            visible = self.mask if self.key_mask is None else self.mask & self.key_mask[:, None, None]
-            if self.query_documents is not None and self.key_documents is not None:
-                visible = visible & (self.query_documents[:, None, :, None] == self.key_documents[:, None, None])
-            if window is not None:
-                slots = torch.arange(self.key_count, device=visible.device)
-                visible = visible & ((self.query_slots()[:, None] - slots).abs() < window)
-            return visible.sum(-1).clamp(min=1)
-        behind = (self.indices()[0] + 1).clamp(min=1)[:, None]
-        if self.causal:
-            return behind if window is None else behind.clamp(max=window)
-        every = self._document_lengths()
-        return every if window is None else behind.clamp(max=window) + (every - behind).clamp(0, window - 1)
-
-    def _document_lengths(self) -> Int[Tensor, "#batch 1 query"]:
-        """How many real tokens the document of each query has, 1 at least."""
-        if self.ring is not None:
-            return self.ring.whole._document_lengths().index_select(2, self.ring.slots)
-        _, key_index = self.indices()
-        if not self.key_count:
-            return key_index.new_ones(key_index.shape[0], 1, self.query_count)
-        if self.key_documents is None or self.query_documents is None:
-            return (key_index.amax(1) + 1).clamp(min=1)[:, None, None].expand(-1, 1, self.query_count)
-        # One more than the number of its last real token.
-        documents, order = self.key_documents.expand(key_index.shape[0], -1).sort(dim=1, stable=True)
-        own = self.query_documents.expand(key_index.shape[0], -1).contiguous()
-        last = torch.searchsorted(documents, own, right=True) - 1
-        return (key_index.gather(1, order).gather(1, last.clamp(min=0)) + 1).clamp(min=1)[:, None]
 
 
 class Ring(ABC):

@@ -23,11 +23,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lengthwise.attention.visibility import Visibility
 from lengthwise.bias import Bias, DistanceBias, LevelBias, QueryDistanceBias
 from lengthwise.errors import check_flag, check_int, describe
 from lengthwise.rescore import ContextualPositions, HeadNetwork, Rescore
 from lengthwise.token_layout import Band, TokenLayout, Window, check_per_key
+from lengthwise.visibility import Visibility
 
 FEW_QUERIES = 4
 """Up to so many queries without gradients are decoding: keys and values are best read once, where they lie."""

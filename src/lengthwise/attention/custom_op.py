@@ -17,9 +17,9 @@ from torch import Tensor
 
 from lengthwise.attention.backend import Output
 from lengthwise.attention.call import AttentionCall, is_skipping
-from lengthwise.attention.visibility import Visibility
 from lengthwise.bias import at_least_float32, rebuild, registered_name
 from lengthwise.token_layout import Band, TokenLayout
+from lengthwise.visibility import Visibility
 
 # Operators are known to all of torch by name, so the copy of this file in an exported model has a name of its own.
 NAMESPACE = "lengthwise" if __name__.startswith("lengthwise.") else re.sub(r"\W", "_", __name__)

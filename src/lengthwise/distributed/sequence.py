@@ -13,11 +13,11 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lengthwise.attention.visibility import Visibility
 from lengthwise.bias import float64_sums
 from lengthwise.distributed.collectives import gathered
 from lengthwise.distributed.sharding import Chunk, owned
 from lengthwise.token_layout import Band, Ring, TokenLayout, Window
+from lengthwise.visibility import Visibility
 
 
 @dataclass(frozen=True, eq=False)

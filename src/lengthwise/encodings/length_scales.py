@@ -18,6 +18,7 @@ from lengthwise.bias import has_float64
 from lengthwise.encodings.base import AttentionShape, Encoding, Tokens
 from lengthwise.errors import check_int, check_number
 from lengthwise.token_layout import TokenLayout, Window
+from lengthwise.visibility import visible_counts
 
 
 class _LengthScale(Encoding):
@@ -30,7 +31,7 @@ class _LengthScale(Encoding):
         self, x: Tokens, layout: TokenLayout, *, window: Window | None = None
     ) -> Float[Tensor, "#batch #head query"]:
         """The rule's factor, in float32."""
-        seen = layout.visible_counts()
+        seen = visible_counts(layout)
         return self.factor(seen.double() if has_float64(seen.device) else seen.float()).float()
 
     @abstractmethod

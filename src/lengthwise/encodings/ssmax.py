@@ -17,6 +17,7 @@ from lengthwise.bias import at_least_float32
 from lengthwise.encodings.base import AttentionShape, Encoding, Tokens
 from lengthwise.errors import check_flag, check_number
 from lengthwise.token_layout import TokenLayout, Window
+from lengthwise.visibility import visible_counts
 
 
 class SsMax(Encoding):
@@ -54,7 +55,7 @@ class SsMax(Encoding):
         """s log n, and the offset."""
         if window is not None and not isinstance(window, int):
             raise NotImplementedError(f"ssmax counts the keys of a window that is an int, got {window}")
-        seen = layout.visible_counts(window)
+        seen = visible_counts(layout, window)
         scale = at_least_float32(self.scale)[None, :, None]
         factor = scale * seen.to(scale.dtype).log()
         return factor if self.offset is None else factor + at_least_float32(self.offset)[None, :, None]

@@ -29,7 +29,7 @@ from lengthwise.model.modeling import LengthwiseForCausalLM, LengthwiseModel, Le
 
 PACKAGE = Path(__file__).parents[1]
 FILES = (
-    *("errors.py", "files.py", "token_layout.py", "bias/*.py", "rescore.py"),
+    *("errors.py", "files.py", "token_layout.py", "visibility.py", "bias/*.py", "rescore.py"),
     *("encodings/**/*.py", "attention/**/*.py"),
     *(f"model/{name}.py" for name in ("attention", "cache", "checkpoint_checks", "configuration", "encoded")),
     *(f"model/{name}.py" for name in ("encoder", "layout", "losses", "modeling", "schedule")),

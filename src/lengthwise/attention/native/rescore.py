@@ -18,9 +18,9 @@ from lengthwise.attention.backend import Output, Plan, Refusal, finite_inputs
 from lengthwise.attention.call import AttentionCall
 from lengthwise.attention.native import build
 from lengthwise.attention.native.padding import padded
-from lengthwise.attention.visibility import Visibility
 from lengthwise.bias import ALL, Bias, DistanceBias, LevelBias, LineBias, SumBias, at_least_float32
 from lengthwise.rescore import ContextualPositions, HeadNetwork
+from lengthwise.visibility import Visibility
 
 MARGIN, COLUMNS, STRANDS = 8, 64, 16
 """As in rescore.h: room in front of the first key, keys in a block, and sums over rows that are added at the end."""

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lengthwise.attention.call import AttentionCall
 from lengthwise.attention.row_block.terms import LOG2E, Term, Where
-from lengthwise.attention.visibility import Visibility
 from lengthwise.bias import at_least_float32
+from lengthwise.visibility import Visibility
 
 ROWS, COLUMNS, HEADS = 128, 512, 6
 """The largest tile: HEADS times ROWS x COLUMNS scores, small enough for the cache, large enough for the product."""

@@ -191,6 +191,20 @@ class Visibility:
         return total
 
 
+def visible_counts(layout: TokenLayout, window: int | None = None) -> Int[Tensor, "#batch #head query"]:
+    """How many keys each query may see: real tokens of its own document, up to itself if causal, within a window.
+
+    At least 1, for queries that are padding. What a cache has dropped or not yet filled makes no difference.
+    """
+    if layout.ring is not None:
+        return visible_counts(layout.whole, window).index_select(2, layout.ring.slots)
+    ordered = layout.causal and layout.mask is None
+    if ordered and (window is None or not layout.counts_tokens):
+        behind = (layout.indices()[0] + 1).clamp(min=1)[:, None]
+        return behind if window is None else behind.clamp(max=window)
+    return Visibility(layout, window).seen().clamp(min=1)
+
+
 def _picked(order: Int[Tensor, "batch key"], place: Int[Tensor, "band batch query"]) -> Tensor:
     return order.expand(place.shape[0], -1, -1).gather(2, place)
 
