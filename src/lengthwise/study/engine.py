@@ -123,7 +123,7 @@ def train_runs(
                     waiting.remove(run)
                     start = Path(run.config.start_from or "").name
                     if run.is_being_trained:
-                        ended[run.name] = TrainingOutcome(0.0, 0, 0, TRAINED_ELSEWHERE)
+                        ended[run.name] = TrainingOutcome(0.0, None, 0, TRAINED_ELSEWHERE)
                     elif start in ended and ended[start].failure is not None:
                         ended[run.name] = _failed(out, run, f"it starts from {start}, which failed")
                     else:
@@ -176,7 +176,7 @@ def _next_run(waiting: list[StudyRun], running: list[TrainingJob]) -> StudyRun |
 
 def _failed(out: Path, run: StudyRun, failure: str) -> TrainingOutcome:
     """The outcome of a run that no machine has trained, written to a file too."""
-    outcome = TrainingOutcome(0.0, 0, 0, failure)
+    outcome = TrainingOutcome(0.0, None, 0, failure)
     write_outcome(outcome_path(out, run), outcome)
     return outcome
 
@@ -273,6 +273,7 @@ class TrainingProcess(TrainingJob):
         self.log = log
         self.threads = threads
         self.began = time.monotonic()
+        self.peak: int | None = None
         variables = {"OMP_NUM_THREADS": str(threads)} | ({"CUDA_VISIBLE_DEVICES": ""} if hides_gpus else {})
         with self.log.open("w") as output:
             # A group of its own: a terminal's Ctrl-C is for the study, which then signals each run once. A run that
@@ -296,20 +297,29 @@ class TrainingProcess(TrainingJob):
 
     def outcome(self) -> TrainingOutcome | None:
         """How it ended, written to a file too; None while it runs."""
-        pid, status, usage = os.wait4(self.process.pid, os.WNOHANG)
-        if not pid:
+        self.peak = peak_of(self.process.pid) or self.peak
+        if self.process.poll() is None:
             return None
-        self.process.returncode = os.waitstatus_to_exitcode(status)
         failure = None
         if self.process.returncode != 0 or not self.run.is_finished:
             lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
             last = lines[-1] if lines else "it printed nothing"
             failure = f"exit code {self.process.returncode}: {last} (see {self.log})"
-        # Linux counts kibibytes, macOS bytes.
-        peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        outcome = TrainingOutcome(time.monotonic() - self.began, peak, self.threads, failure)
+        outcome = TrainingOutcome(time.monotonic() - self.began, self.peak, self.threads, failure)
         write_outcome(self.log.with_suffix(".json"), outcome)
         return outcome
+
+
+def peak_of(pid: int) -> int | None:
+    """The most memory that a process has had so far, in bytes; None once it has ended, and where Linux does not say.
+
+    Not ru_maxrss, which a process inherits from the one that started it: a study that measures has more than its runs.
+    """
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
 
 
 def _end_with_parent() -> None:

@@ -86,7 +86,7 @@ class RayJob(TrainingJob):
             # An error of the task itself is no lost worker, and is not tried again.
             reason = "its task failed" if isinstance(error, ray.exceptions.RayTaskError) else "its worker was lost"
             lines = str(error).strip().splitlines()
-            return TrainingOutcome(0.0, 0, 0, f"{reason}: {lines[-1] if lines else type(error).__name__}")
+            return TrainingOutcome(0.0, None, 0, f"{reason}: {lines[-1] if lines else type(error).__name__}")
         return outcome
 
     def stop(self) -> None:

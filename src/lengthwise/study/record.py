@@ -27,7 +27,8 @@ class TrainingOutcome:
     """How the training of a run ended: what it used, or why it failed."""
 
     seconds: float
-    peak_bytes: int
+    peak_bytes: int | None
+    """The most memory that its process had, looked at every second; None where that cannot be seen."""
     threads: int
     failure: str | None = None
 

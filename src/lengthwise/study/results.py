@@ -282,7 +282,8 @@ class StudyResults:
                 continue
             peak = threads = "not measured"
             if outcome is not None and outcome.threads:  # that of a run whose machine was lost has none of it
-                peak, threads = f"{outcome.peak_bytes / 2**20:,.0f} MiB", str(outcome.threads)
+                threads = str(outcome.threads)
+                peak = f"{outcome.peak_bytes / 2**20:,.0f} MiB" if outcome.peak_bytes else peak
             speed = f"{trained.tokens / trained.seconds:,.0f}" if trained.seconds else "-"
             shares = self.skipped.get(run.name, {})
             skipped = ", ".join(f"{share:.0%} at {n:,}" for n, share in shares.items()) or "not measured"

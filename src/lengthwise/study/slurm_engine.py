@@ -79,7 +79,7 @@ class SlurmJob(TrainingJob):
         except Exception as error:  # whatever submitit raises: the job gave no result
             if self.left == 0:
                 lines = str(error).strip().splitlines()
-                return TrainingOutcome(0.0, 0, 0, f"its job was lost: {lines[0] if lines else type(error).__name__}")
+                return TrainingOutcome(0.0, None, 0, f"its job was lost: {lines[0] if lines else type(error).__name__}")
             self.left -= 1
             try:
                 self.job = self.engine.executor.submit(self.task)
