@@ -33,9 +33,9 @@ from lengthwise.study.engine import (
 )
 from lengthwise.study.engines import make_engine
 from lengthwise.study.evaluator import RunEvaluator
-from lengthwise.study.execute import StudyClock, evaluation_of, measuring_device, results, run_study
+from lengthwise.study.execute import StudyClock, measuring_device, results, run_study
 from lengthwise.study.record import TrainingOutcome, outcome_path, write_outcome
-from lengthwise.study.runs import contrastive_runs, study_runs
+from lengthwise.study.runs import contrastive_runs, evaluation_of, study_runs
 from lengthwise.study.upload import upload_run
 from lengthwise.study.watch import status_table, watch_study
 from lengthwise.train import train
@@ -404,10 +404,10 @@ def test_a_study_is_watched_from_its_folder_alone(tmp_path, capsys):
     config = small(tmp_path)
     runs = study_runs(config)
     train(runs[0].config)
-    first, second = status_table(runs, config.out).splitlines()[1:3]
+    first, second = status_table(runs, config.out, evaluation_of(config, runs[0])).splitlines()[1:3]
     assert first.split()[:5] == ["alibi-1337", "finished", "3", "of", "3"]
     assert second.split() == ["learned-1337", "waiting", "0", "of", "3"]
-    assert status_table(runs, config.out).endswith("1 of 2 runs are finished")
+    assert status_table(runs, config.out, evaluation_of(config, runs[0])).endswith("1 of 2 runs are finished")
     words = ["--out", config.out, "--encodings", "alibi", "learned", "--data", config.training.data]
     main(["study", "--watch", *words, "--steps", "3", "--warmup", "1"])
     assert "1 of 2 runs are finished" in capsys.readouterr().out
@@ -466,12 +466,12 @@ def test_a_run_that_is_tried_again_has_not_failed(tmp_path, monkeypatch):
     config = small(tmp_path, encodings=["rope"])
     runs = study_runs(config)
     write_outcome(outcome_path(config.out, runs[0]), TrainingOutcome(1.0, 1, 1, "out of memory"))
-    assert "failed" in status_table(runs, config.out)
+    assert "failed" in status_table(runs, config.out, evaluation_of(config, runs[0]))
     states = []
 
     class Waiting(RefusesOne):
         def start(self, run, log):
-            states.append(status_table(runs, config.out).splitlines()[1].split()[1])
+            states.append(status_table(runs, config.out, evaluation_of(config, runs[0])).splitlines()[1].split()[1])
             return super().start(run, log)
 
     with StudyProgress(runs) as progress:

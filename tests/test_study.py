@@ -31,6 +31,7 @@ from lengthwise.evaluate.tasks import TaskScore
 from lengthwise.files import command_line
 from lengthwise.runs import Run
 from lengthwise.study import engine, evaluator, execute
+from lengthwise.study import record as record_module
 from lengthwise.study import runs as runs_module
 from lengthwise.study.beside import paper_rows, paper_tables
 from lengthwise.study.config import StudyConfig
@@ -43,7 +44,7 @@ from lengthwise.study.execute import (
 from lengthwise.study.record import TrainingOutcome, is_recorded, read_outcome
 from lengthwise.study.report import hypothesis_rows, hypothesis_words, summary
 from lengthwise.study.results import JudgedHypothesis, StudyResults
-from lengthwise.study.runs import contrastive_runs, study_runs
+from lengthwise.study.runs import contrastive_runs, evaluation_of, study_runs
 from lengthwise.study.task_sections import task_sections
 from lengthwise.study.watch import missing_commands, watch_study
 from lengthwise.train import TrainConfig, train
@@ -110,17 +111,16 @@ def test_results_are_stored_whole_and_of_this_version_alone(tmp_path, in_process
     assert results.stored_results("ravens") is None
 
 
-@pytest.mark.parametrize("text", ["stdlib", "wikipedia"])
+@pytest.mark.parametrize("text", ["stdlib", "wikipedia", "tasks"])
 def test_stored_records_are_of_the_runs_that_the_full_study_would_train_today(text):
     root = Path(__file__).parents[1]
     out = root / f"docs/results/full-{text}"
     stored = {path.stem for path in (out / "records").glob("*.json")}
     if not stored:
         pytest.skip(f"no run of the full study on {text} is stored yet")
-    runs = study_runs(
-        StudyConfig.from_options(**yaml.safe_load((root / f"configs/studies/full-{text}.yaml").read_text()))
-    )
-    assert stored == {run.name for run in runs if is_recorded(out, run)}
+    config = StudyConfig.from_options(**yaml.safe_load((root / f"configs/studies/full-{text}.yaml").read_text()))
+    runs = study_runs(config)
+    assert stored == {run.name for run in runs if is_recorded(out, run, evaluation_of(config, runs[0]))}
 
 
 def test_pairs_of_a_stored_study_are_those_of_its_report(monkeypatch):
@@ -259,7 +259,7 @@ def test_a_study_writes_one_report_that_opens_offline_and_never_repeats_what_is_
     assert found["rows"][1]["values"]["64"] is None
     assert [row[-1] for row in found["speed"]] == ["skipped", "0% at 64", "0% at 32"]
 
-    files = [*out.glob("scores/*"), *out.glob("maps/*"), *out.glob("runs/*/metrics.jsonl")]
+    files = [*out.glob("records/*"), *out.glob("maps/*"), *out.glob("runs/*/metrics.jsonl")]
     before = {path: path.stat().st_mtime_ns for path in files}
     run_study(small(tmp_path))
     assert trained == ["alibi-1337", "learned-1337"]
@@ -268,7 +268,7 @@ def test_a_study_writes_one_report_that_opens_offline_and_never_repeats_what_is_
 
 def test_seeds_stand_beside_each_other_and_hypotheses_are_judged_by_their_interval(tmp_path, in_process, monkeypatch):
     hypotheses = {"alibi": {"at_most": 9.0}, "none": {"above": 9.0}, "fire": {"at_most": 0.1}}
-    run_study(small(tmp_path, encodings=["alibi", "none"], seeds=[1, 2], hypotheses=hypotheses))
+    run_study(small(tmp_path, encodings=["alibi", "none"], seeds=[1, 2], lengths=[32, 256], hypotheses=hypotheses))
     content = json.loads((tmp_path / "out/study.json").read_text())
     assert [(h["encoding"], h["verdict"]) for h in content["hypotheses"]] == [
         ("alibi", "held"),
@@ -554,7 +554,13 @@ def test_another_text_or_another_version_is_measured_anew_and_nothing_else_is(tm
     text.write_text(text.read_text().replace("ravens", "herons"))
     second = measured()
     assert second[1] != first[1]
-    monkeypatch.setattr(evaluator, "__version__", "0.0.1")
+    monkeypatch.setattr(record_module, "__version__", "0.0.1")
+    runs = shutil.move(tmp_path / "out/runs", tmp_path / "elsewhere")
+    assert len(missing_commands(config)) == 1
+    missing = run_study(dataclasses.replace(config, train=False))
+    version = re.escape(lengthwise.__version__)
+    assert re.search(rf"is missing: not trained yet; its record differs in version \({version}\)", missing)
+    shutil.move(runs, tmp_path / "out/runs")
     third = measured()
     assert third[0] > second[0]
     assert third[1] == second[1]
@@ -580,8 +586,12 @@ def test_a_run_with_a_record_needs_no_folder_and_is_trained_again_only_for_anoth
     assert missing_commands(config) == []
     assert re.search("alibi-1 +measured +3 of 3", watch_study(config))
     assert len(missing_commands(small(tmp_path, seeds=[1, 2], steps=4))) == 4
+    measured_otherwise = small(tmp_path, seeds=[1, 2], lengths=[16, 32], encodings=["alibi"])
+    assert len(missing_commands(measured_otherwise)) == 2
+    said = run_study(dataclasses.replace(measured_otherwise, train=False))
+    assert "alibi-1 is missing: not trained yet; its record differs in measure" in said
     with caplog.at_level("INFO"):
-        run_study(small(tmp_path, seeds=[1, 2], lengths=[16, 32], encodings=["alibi"]))
+        run_study(measured_otherwise)
     assert trained == ["alibi-1", "alibi-2"]
     assert "alibi-1 is trained again: its record differs in measure" in caplog.text
 
@@ -675,6 +685,21 @@ def test_schedules_and_compositions_are_runs_beside_encodings(tmp_path, in_proce
     found = json.loads((tmp_path / "out/study.json").read_text())
     assert {row["encoding"] for row in found["rows"]} == {"rope:8,none", "rope+fox"}
     assert len(list((tmp_path / "out/maps").glob("*.png"))) == 2
+
+
+def test_a_run_that_another_study_trains_or_has_finished_has_not_failed(tmp_path, monkeypatch):
+    (run,) = study_runs(small(tmp_path, encodings=["alibi"]))
+    log = tmp_path / "alibi-1337.log"
+    log.write_text("step 3\n")
+    # The command ends with an error, as where another process has the lock of the run's folder.
+    monkeypatch.setattr(type(run), "arguments", lambda self: ["train", "--steps", "none"])
+    for state, failure in (("is_being_trained", "another process is training it"), ("is_finished", None)):
+        with monkeypatch.context() as patch:
+            patch.setattr(type(run), state, True)
+            process = engine.TrainingProcess(run, log, 1)
+            process.wait()
+            assert process.outcome().failure == failure
+    assert log.read_text().startswith("step 3\n")
 
 
 def test_a_planned_command_trains_the_run_that_the_study_then_finds(tmp_path):

@@ -17,7 +17,7 @@ from lengthwise.cli import main
 from lengthwise.data.tokens import document_positions
 from lengthwise.model import PRESETS, LengthwiseForCausalLM
 from lengthwise.runs import Run, RunWriter
-from lengthwise.train import RECIPES, TrainConfig, train
+from lengthwise.train import RECIPES, TrainConfig, loop, train
 from lengthwise.train.logging import ProgressLog
 from lengthwise.train.setup import dry_run
 from lengthwise.views import load_maps
@@ -138,8 +138,21 @@ def test_a_compiled_model_gives_the_losses_of_one_that_is_not(tmp_path):
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-4)
 
 
+def test_a_run_that_appears_while_data_is_prepared_is_not_taken_over(tmp_path, monkeypatch):
+    prepare = loop.make_objective
+
+    def prepare_while_another_trains(config):
+        monkeypatch.undo()
+        train(small_config(tmp_path, encoding="cable", steps=2, warmup=0))
+        return prepare(config)
+
+    monkeypatch.setattr(loop, "make_objective", prepare_while_another_trains)
+    with pytest.raises(FileExistsError, match="a new run needs a folder of its own"):
+        train(small_config(tmp_path, encoding="alibi", steps=2, warmup=0))
+    assert Run(tmp_path / "run").config["encoding"] == "cable"
+
+
 def test_a_task_can_be_trained_on(tmp_path):
-    pytest.importorskip("lengthwise.tasks")
     assert train(small_config(tmp_path, data="task:copy:33", steps=2, warmup=0)).is_finished
 
 

@@ -124,6 +124,8 @@ def train_runs(
                     start = Path(run.config.start_from or "").name
                     if run.is_being_trained:
                         ended[run.name] = TrainingOutcome(0.0, None, 0, TRAINED_ELSEWHERE)
+                    elif start in ended and ended[start].failure == TRAINED_ELSEWHERE:
+                        ended[run.name] = TrainingOutcome(0.0, None, 0, f"it starts from {start}: {TRAINED_ELSEWHERE}")
                     elif start in ended and ended[start].failure is not None:
                         ended[run.name] = _failed(out, run, f"it starts from {start}, which failed")
                     else:
@@ -275,7 +277,7 @@ class TrainingProcess(TrainingJob):
         self.began = time.monotonic()
         self.peak: int | None = None
         variables = {"OMP_NUM_THREADS": str(threads)} | ({"CUDA_VISIBLE_DEVICES": ""} if hides_gpus else {})
-        with self.log.open("w") as output:
+        with self.log.open("a") as output:  # of another study, too, that has the same run
             # A group of its own: a terminal's Ctrl-C is for the study, which then signals each run once. A run that
             # gets it twice ends at once, without a checkpoint.
             self.process = subprocess.Popen(
@@ -301,7 +303,9 @@ class TrainingProcess(TrainingJob):
         if self.process.poll() is None:
             return None
         failure = None
-        if self.process.returncode != 0 or not self.run.is_finished:
+        if self.run.is_being_trained:
+            failure = TRAINED_ELSEWHERE
+        elif not self.run.is_finished:
             lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
             last = lines[-1] if lines else "it printed nothing"
             failure = f"exit code {self.process.returncode}: {last} (see {self.log})"

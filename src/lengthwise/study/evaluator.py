@@ -23,7 +23,7 @@ from lengthwise.inspect import position_maps
 from lengthwise.inspect.skipping import skipped_shares
 from lengthwise.loading import LoadedModel, load_tokenizer_of, tokenizer_id
 from lengthwise.model.stretch.spec import parse_stretch
-from lengthwise.study.record import RunRecord, TrainingSummary, differences, read_outcome, record_path, training_key
+from lengthwise.study.record import RunRecord, TrainingSummary, differences, read_outcome, record_key, record_path
 from lengthwise.study.results import origin
 from lengthwise.study.runs import StudyRun
 from lengthwise.train.setup import read_tokenizer
@@ -127,12 +127,7 @@ class RunEvaluator:
 
     def key(self, run: StudyRun) -> dict[str, Any]:
         """What a measurement depends on beside the weights: if any of it changes, the run is measured again."""
-        return {
-            "training": training_key(run),
-            "measure": dataclasses.asdict(self.config),
-            "text": self.corpus(run).sha256,
-            "version": __version__,
-        }
+        return record_key(run, self.config) | {"text": self.corpus(run).sha256}
 
     def weights(self, run: StudyRun) -> list[str]:
         """The same for the same weights."""

@@ -10,7 +10,6 @@ out/report.html     the report; report.md the same without pictures, study.json 
 out/rise.png        its figures: the rise, the values by length (lengths.png), the losses (losses.png)
 """
 
-import dataclasses
 import json
 import logging
 import time
@@ -39,15 +38,13 @@ from lengthwise.study.evaluator import RunEvaluator
 from lengthwise.study.record import RunRecord, TrainingSummary, read_outcome
 from lengthwise.study.report import write_report
 from lengthwise.study.results import StudyResults
-from lengthwise.study.runs import StudyRun, contrastive_runs, study_runs
+from lengthwise.study.runs import StudyRun, contrastive_runs, evaluation_of, study_runs
 from lengthwise.study.tune import with_tuned_rates
 from lengthwise.study.upload import upload_run
 from lengthwise.tasks import find_task
 from lengthwise.train.setup import dry_run
 
 log = logging.getLogger(__name__)
-LENGTH_MULTIPLES = (1, 2, 4, 8, 16)
-WINDOWS = 128
 SECONDS = "seconds.json"
 MEASURE_ERRORS = (ArithmeticError, LookupError, OSError, RuntimeError, ValueError)
 
@@ -69,7 +66,7 @@ def run_study(config: StudyConfig) -> str:
         run.check_finished()
     if config.train:
         dry_run(runs[0].config)
-    evaluation = evaluation_of(config, runs[0])
+    evaluation = checked_evaluation(config, runs[0])
     out = Path(config.out)
     evaluator = RunEvaluator(evaluation, out, device)
     check_enough_text(len(evaluator.corpus(runs[0])), max(evaluation.lengths))
@@ -112,7 +109,7 @@ def run_study(config: StudyConfig) -> str:
                 )
             missing = {name: outcome.failure for name, outcome in ended.items() if outcome.failure is not None}
         else:
-            missing = {r.name: TRAINED_ELSEWHERE if r.is_being_trained else "not trained yet" for r in waiting}
+            missing = {run.name: _why_missing(run, evaluator) for run in waiting}
         for run in (*runs, *later):
             progress.training_done(run)
         every = results(config, runs, later, evaluator, missing, clock, progress)
@@ -123,6 +120,13 @@ def run_study(config: StudyConfig) -> str:
     lines += [f"{name} is missing: {reason}" for name, reason in every.missing.items()]
     lines += [f"the heads of {name} could not be drawn: {reason}" for name, reason in every.undrawn.items()]
     return "\n".join([*lines, f"the report is {out / 'report.html'}"])
+
+
+def _why_missing(run: StudyRun, evaluator: RunEvaluator) -> str:
+    if run.is_being_trained:
+        return TRAINED_ELSEWHERE
+    differing = ", ".join(evaluator.record_differences(run))
+    return "not trained yet" + (f"; its record differs in {differing}" if differing else "")
 
 
 def measuring_device(config: StudyConfig) -> str:
@@ -226,10 +230,9 @@ def upload(config: StudyConfig, run: StudyRun) -> dict[str, str]:
     return {}
 
 
-def evaluation_of(config: StudyConfig, run: StudyRun) -> ResolvedEvalConfig:
+def checked_evaluation(config: StudyConfig, run: StudyRun) -> ResolvedEvalConfig:
     """What is measured of every run, checked before anything is trained."""
-    lengths = [run.resolved.length * multiple for multiple in LENGTH_MULTIPLES]
-    evaluation = config.evaluation.resolved(lengths=lengths, text=config.training.data, windows=WINDOWS)
+    evaluation = evaluation_of(config, run)
     resolve(evaluation.text)
     if config.training.objective == "mlm" and (ignored := evaluation.changed(CAUSAL_OPTIONS)):
         raise ValueError(f"{', '.join(ignored)}: for models that predict the next token, got --objective mlm")
@@ -239,7 +242,7 @@ def evaluation_of(config: StudyConfig, run: StudyRun) -> ResolvedEvalConfig:
         find_task(task)
     for spec in evaluation.stretch:
         parse_stretch(spec)
-    return dataclasses.replace(evaluation, lengths=sorted(set(evaluation.lengths)))
+    return evaluation
 
 
 @contextmanager

@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from lengthwise import __version__
 from lengthwise.evaluate import Score
+from lengthwise.evaluate.config import ResolvedEvalConfig
 from lengthwise.evaluate.tasks import TaskScore
 from lengthwise.files import read_stored, write_atomic
 from lengthwise.study.runs import StudyRun
@@ -72,7 +74,7 @@ class TrainingSummary:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The measurement of a run, how it was trained, and where both come from."""
+    """The measurement of a run, how it was trained, and where the measurement comes from."""
 
     scores: list[Score]
     tasks: list[TaskScore]
@@ -84,6 +86,7 @@ class RunRecord:
     weights: list[str]
     """Their checksums."""
     born: dict[str, Any]
+    """The command that trains the run; commit, date, machine and versions of the measurement."""
     measuring_seconds: float | None = None
     """None in records of when it was not taken."""
 
@@ -112,9 +115,12 @@ class RunRecord:
 
 
 def differences(path: Path, key: dict[str, Any]) -> list[str]:
-    """In which parts of its key the record in a file, if there is one, is another than this."""
+    """In which of these parts of its key the record in a file, if there is one, is another; a version by its number."""
     stored, key = read_stored(path).get("key"), json.loads(json.dumps(key))
-    return [] if stored is None else [name for name in key if stored.get(name) != key[name]]
+    if stored is None:
+        return []
+    names = [name for name in key if stored.get(name) != key[name]]
+    return [f"version ({stored.get(name)})" if name == "version" else name for name in names]
 
 
 def record_path(out: str | Path, run: StudyRun) -> Path:
@@ -129,7 +135,12 @@ def training_key(run: StudyRun) -> dict[str, Any]:
     return key
 
 
-def is_recorded(out: str | Path, run: StudyRun) -> bool:
-    """Whether a study has measured a run that was trained so, here or on another machine."""
-    content = read_stored(record_path(out, run))
-    return bool(content) and content["key"]["training"] == training_key(run)
+def record_key(run: StudyRun, evaluation: ResolvedEvalConfig) -> dict[str, Any]:
+    """What a record depends on beside the weights and the text, which take reading."""
+    return {"training": training_key(run), "measure": asdict(evaluation), "version": __version__}
+
+
+def is_recorded(out: str | Path, run: StudyRun, evaluation: ResolvedEvalConfig) -> bool:
+    """Whether a study has measured a run that was trained so, in this manner; here or on another machine."""
+    path = record_path(out, run)
+    return bool(read_stored(path)) and not differences(path, record_key(run, evaluation))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lengthwise.encodings.registry import find
+from lengthwise.evaluate.config import ResolvedEvalConfig
 from lengthwise.files import appears
 from lengthwise.runs import FINAL, SEAL, Run
 from lengthwise.study.config import HYPOTHESIS_KINDS, StudyConfig
@@ -17,6 +18,8 @@ from lengthwise.train.setup import model_config
 
 RATES = ("learning_rate", "final_learning_rate", "encoding_learning_rate")
 """What a study may set by encoding."""
+LENGTH_MULTIPLES = (1, 2, 4, 8, 16)
+WINDOWS = 128
 NOT_CONTRASTIVE = frozenset({"objective", "out", "start_from", "seed", "resume", "encoding", "layers", "sizes"})
 """What a study sets itself for contrastive training."""
 
@@ -170,6 +173,8 @@ def study_runs(config: StudyConfig) -> list[StudyRun]:
 def contrastive_runs(config: StudyConfig, runs: list[StudyRun]) -> list[StudyRun]:
     """The contrastive training that follows each masked one where retrieval is measured; none elsewhere."""
     if not config.evaluation.retrieval:
+        if config.contrastive:
+            raise ValueError(f"contrastive training is for --retrieval, got {config.contrastive} without it")
         return []
     if config.training.objective != "mlm":
         raise ValueError("a study measures retrieval with --objective mlm, got --retrieval with another")
@@ -184,3 +189,10 @@ def contrastive_runs(config: StudyConfig, runs: list[StudyRun]) -> list[StudyRun
         training.resolved().check_one_batch(1)
         later.append(StudyRun(run.encoding, run.seed, training))
     return later
+
+
+def evaluation_of(config: StudyConfig, run: StudyRun) -> ResolvedEvalConfig:
+    """What is measured of every run."""
+    lengths = [run.resolved.length * multiple for multiple in LENGTH_MULTIPLES]
+    evaluation = config.evaluation.resolved(lengths=lengths, text=config.training.data, windows=WINDOWS)
+    return dataclasses.replace(evaluation, lengths=sorted(set(evaluation.lengths)))

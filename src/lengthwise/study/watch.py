@@ -3,9 +3,10 @@
 import sys
 import time
 
+from lengthwise.evaluate.config import ResolvedEvalConfig
 from lengthwise.study.config import StudyConfig
 from lengthwise.study.record import is_recorded, read_outcome
-from lengthwise.study.runs import StudyRun, contrastive_runs, study_runs
+from lengthwise.study.runs import StudyRun, contrastive_runs, evaluation_of, study_runs
 
 SECONDS = 2.0
 """Between two looks."""
@@ -18,7 +19,8 @@ def missing_commands(config: StudyConfig) -> list[str]:
     for run in (*runs, *later):
         run.check_finished()
     # A contrastive run starts from the weights of a masked one, so that a record of that is not enough.
-    missing = [run for run in runs if not run.is_finished and (later or not is_recorded(config.out, run))]
+    evaluation = evaluation_of(config, runs[0])
+    missing = [run for run in runs if not run.is_finished and (later or not is_recorded(config.out, run, evaluation))]
     return [run.command for run in (*missing, *(run for run in later if not run.is_finished))]
 
 
@@ -26,16 +28,17 @@ def watch_study(config: StudyConfig) -> str:
     """A table that is written anew until every run has ended; without a terminal once."""
     runs = study_runs(config)
     runs += contrastive_runs(config, runs)
-    while sys.stdout.isatty() and not all(has_ended(run, config.out) for run in runs):
+    evaluation = evaluation_of(config, runs[0])
+    while sys.stdout.isatty() and not all(has_ended(run, config.out, evaluation) for run in runs):
         # The cursor to the start, and all below it empty.
-        print(f"\x1b[H\x1b[J{status_table(runs, config.out)}", flush=True)
+        print(f"\x1b[H\x1b[J{status_table(runs, config.out, evaluation)}", flush=True)
         time.sleep(SECONDS)
-    return status_table(runs, config.out)
+    return status_table(runs, config.out, evaluation)
 
 
-def has_ended(run: StudyRun, out: str) -> bool:
+def has_ended(run: StudyRun, out: str, evaluation: ResolvedEvalConfig) -> bool:
     """Whether a study does no more for a run: it is finished, was measured elsewhere, or failed."""
-    return run.is_finished or is_recorded(out, run) or has_failed(run, out)
+    return run.is_finished or is_recorded(out, run, evaluation) or has_failed(run, out)
 
 
 def has_failed(run: StudyRun, out: str) -> bool:
@@ -44,9 +47,9 @@ def has_failed(run: StudyRun, out: str) -> bool:
     return outcome is not None and outcome.failure is not None and not run.is_finished and not run.is_being_trained
 
 
-def status_table(runs: list[StudyRun], out: str) -> str:
+def status_table(runs: list[StudyRun], out: str, evaluation: ResolvedEvalConfig) -> str:
     """A line per run: what it does, its steps, loss, held-out loss and speed."""
-    recorded = {run.name for run in runs if is_recorded(out, run)}
+    recorded = {run.name for run in runs if is_recorded(out, run, evaluation)}
     rows = [["run", "state", "steps", "loss", "held-out", "tokens/s"]]
     rows += [_status(run, out, is_recorded=run.name in recorded) for run in runs]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]

@@ -51,6 +51,7 @@ def open_run(
 ) -> tuple[Path, dict[str, Any]] | None:
     """Prepare the folder of a new run, or of one to continue: the checkpoint to continue from and its note."""
     assert writer is not None
+    check_folder(config)  # another process may have begun, stopped or finished a run there while data was prepared
     if not Run.is_run(config.out):
         writer.write_config(config.stored())
         return None
