@@ -76,8 +76,9 @@ def measured(rows: list[dict]) -> str:
     born = rows[0]["born"]
     lines += [
         "",
-        f"Medians of {min(row['rounds'] for row in shown)} rounds; the quartiles are {spreads[len(spreads) // 2]:.1%} "
-        f"from the median in the middle case and {spreads[-1]:.0%} in the worst. {_dense(rows)}Measured on "
+        f"Medians of {min(row['rounds'] for row in shown)} rounds; half the distance between the quartiles is "
+        f"{spreads[len(spreads) // 2]:.1%} of the median in the typical case and {spreads[-1]:.0%} at most. "
+        f"{_dense(rows)}Measured on "
         f"{born['date']} by `{born['command']}` at commit {born['commit']}: {born['machine']}, torch "
         f"{born['versions']['torch']}, Python {born['versions']['python']}.",
     ]
@@ -91,8 +92,8 @@ def _dense(rows: list[dict]) -> str:
         return ""
     ratios = [row["to_sdpa"]["median"] for row in dense]
     return (
-        f"A filled-in bias through SDPA, the usual way, takes {min(ratios):.1f} to {max(ratios):.1f} times as long as "
-        f"SDPA without one at 4,096 ({dense[0]['rounds']} rounds). "
+        f"The usual alternative, SDPA with the bias as a full matrix, takes {min(ratios):.1f} to {max(ratios):.1f} "
+        f"times as long as SDPA without a bias at 4,096 tokens ({dense[0]['rounds']} rounds). "
     )
 
 
@@ -164,11 +165,16 @@ def study(results: dict) -> str:
         ]
         lines.append("| " + " | ".join(cells) + " |")
     born, settings = results["born"], results["settings"]
+    protocol, text = results["notes"][:2]
+    if not protocol.startswith("perplexity; fair: "):
+        raise ValueError(f"the note on the table says what the protocol fair scores, got {protocol!r}")
     lines += [
         "",
-        f"In {'; '.join(results['notes'][:2])}. Trained at {length} tokens, {settings['steps']} steps of "
-        f"{settings['batch_tokens']:,} tokens, {settings['optimizer']}, each encoding at the rates chosen for it; "
-        "*under-trained* is more than a quarter above the best there, and not to be judged beyond. "
+        f"Perplexity of held-out text, lower is better ({text}): the same tokens at every length, each with at least "
+        f"three quarters of that length before it. *Rise* is the increase from {length} to {int(far):,} tokens. "
+        f"Trained at {length} tokens, {settings['steps']} steps of {settings['batch_tokens']:,} tokens, "
+        f"{settings['optimizer']}, each encoding with the learning rates chosen for it. *Under-trained*: more than a "
+        f"quarter above the best encoding at {length} tokens, so its values beyond that length are not to be judged. "
         f"`{born['command']}`{_commit(born)} on {born['date']}: {born['machine']}, torch "
         f"{born['versions']['torch']}, Python {born['versions']['python']}{_version(results)}. "
         f"[The whole report](docs/results/{STUDY}/report.md).",

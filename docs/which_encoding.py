@@ -48,7 +48,7 @@ class Judged:
     def verdict(self) -> str:
         """Held or broken only where the intervals of all texts that have it agree."""
         if any(row["under_trained"] for row in self.measured):
-            return "not judged: it learned too little"
+            return "not judged: under-trained"
         if any(rise is None for rise in self.rises):
             return "ends at the training length"
         if all(rise[1] <= HOLDS for rise in self.rises if rise is not None):
@@ -98,26 +98,31 @@ def page(studies: dict[str, dict], tasks: dict) -> str:
     holding = [one for one in judged if one.verdict == "holds"]
     both = [one for one in holding if one.is_level]
     rule = (
-        f"By rule, from the stored studies on {' and '.join(texts)}: models of 2 million weights, trained at {length} "
-        f"tokens, each encoding at the learning rates chosen for it, with 95 % intervals ({_intervals(studies)}). "
-        f"{_rates(studies)}An encoding *holds* if the interval of its rise at {far:,} tokens, on the same tokens, ends "
-        f"at {HOLDS:.0%} or below on every text, and *breaks* if it begins above {BREAKS:.0%} on every text. It is "
-        "*level* with the best at the training length if no text's interval of their difference lies above 0; one "
-        "that leaves the scores as they are is compared with the best of those. `dape`, `dapev2` and `cope` replace "
-        "the scores, which takes longer: up to five times attention without a bias, "
-        "[measured](../README.md#what-we-measured)."
+        f"These answers follow fixed rules, from the stored studies on {' and '.join(texts)}: models of 2 million "
+        f"parameters, trained at {length} tokens, each encoding with the learning rates chosen for it, with 95 % "
+        f"confidence intervals ({_intervals(studies)}). {_rates(studies)}The rise of an encoding is how much its "
+        f"perplexity increases from {length} to {far:,} tokens, on the same scored tokens. An encoding *holds* if on "
+        f"every text the upper end of the rise's interval is at most {HOLDS:.0%}. It *breaks* if on every text the "
+        f"lower end is above {BREAKS:.0%}. It is *level* with the best at the training length if on no text the whole "
+        "interval of its difference from the best is above 0. Encodings that leave the scores as they are are compared "
+        "with the best of those. `dape`, `dapev2` and `cope` replace the scores, which takes longer: up to five times "
+        "attention without a bias, [measured](../README.md#what-we-measured)."
     )
     answers = [
-        f"**Texts longer than those you train on**: to {far // length} times the training length hold "
-        f"{_sorted(holding)}. Of these, level with the best at the training length: {_sorted(both)}.",
-        f"**Never longer**: level with the best at {length} tokens: {_sorted(level)}.",
-        f"**Not without a remedy beyond {length} tokens** ([stretching](stretching.md) is one for RoPE): "
+        f"**If you need texts longer than those you train on**: these encodings hold at {far // length} times the "
+        f"training length: {_sorted(holding)}. Of these, level with the best at the training length: {_sorted(both)}.",
+        f"**If you never need longer texts**: these are level with the best at {length} tokens: {_sorted(level)}.",
+        f"**These break at {far:,} tokens** (as a remedy, [stretching](stretching.md) is one for RoPE): "
         f"{_names(judged, 'breaks')}.",
         f"**In between, or not decided**: {_names(judged, 'in between, or not decided')}.",
     ]
     for verdict, words in (
         ("ends at the training length", "**No positions beyond the training length**"),
-        ("not judged: it learned too little", "**Not judged**, since too little was learned in as many tries"),
+        (
+            "not judged: under-trained",
+            "**Not judged: under-trained** (by the studies' rule: more than a quarter above the best at the training "
+            "length that leaves the scores as they are)",
+        ),
     ):
         if any(one.verdict == verdict for one in judged):
             answers.append(f"{words}: {_names(judged, verdict)}.")
@@ -131,8 +136,8 @@ def page(studies: dict[str, dict], tasks: dict) -> str:
         f"{_versions(studies)}This page is written by `make table`."
     )
     limits = (
-        "What it cannot say: whether the same holds for larger models and more text (the paper's tables, of 354 "
-        "million weights, are in [beside_the_paper.md](beside_the_paper.md))."
+        "These studies cannot say whether the same is true of larger models and more text (the paper's results with "
+        "354 million parameters are in [beside_the_paper.md](beside_the_paper.md))."
     )
     figures = "\n".join(f"![Rises at {far:,} tokens, {STUDIES[name]}](results/{name}/far.png)" for name in studies)
     blocks = [
@@ -167,10 +172,12 @@ def task_blocks(study: dict) -> list[str]:
     seeds = "one seed" if len(study["seeds"]) == 1 else f"{len(study['seeds'])} seeds"
     unlearned = [task for task in names if not able(task, shortest)]
     words = (
-        "A model that ignores far text holds too, so models of the same size were trained on tasks whose answer stands "
-        f"back in the text, all {len(names)} in turn at up to {shortest} characters, and asked at up to "
-        f"{max(lengths):,}; {seeds} of {_named(encodings)}. A task is *learned* where at least {LEARNED:.0%} of its "
-        "answers' tokens are right, given the right ones before; with more steps or another seed more might be."
+        "Perplexity does not show whether a model uses far text: a model that ignores it can hold too. So models of "
+        f"the same size were trained on {len(names)} synthetic tasks whose answer stands further back in the text, all "
+        f"in turn, with examples of up to {shortest} characters, and evaluated at up to {max(lengths):,}; {seeds} of "
+        f"{_named(encodings)}. A task counts as *learned* if at least {LEARNED:.0%} of its answers' tokens are right, "
+        "each predicted after the right ones before it (teacher forcing). With more steps or another seed more "
+        "encodings might learn it."
     )
     words += f" No encoding learned {_named(unlearned)}." if unlearned else ""
     whole = {(row["task"], row["encoding"], row["length"]): row.get("share", 0.0) for row in study["tasks"]}
@@ -178,14 +185,14 @@ def task_blocks(study: dict) -> list[str]:
     ends = {task: dict.fromkeys(f"{end:.0%}" for end in (min(own), max(own))) for task, own in exact.items() if own}
     shares = ", ".join(f"{task} {' to '.join(own)}" for task, own in ends.items())
     if shares:
-        words += f" Of what is learned, whole answers are right less often: {shares} at {shortest} characters."
+        words += f" Exact match (the whole answer is right) where a task is learned: {shares} at {shortest} characters."
     idle = [one for one in encodings if not any(one in able(task, shortest) for task in names)]
     late = {row["encoding"] for row in study["rows"] if row["under_trained"]}
     if idle:
-        words += f" {_named(idle)} learned no task, so that nothing is said here of how far back they see"
+        words += f" {_named(idle)} learned no task, so this says nothing about how far back they see"
         words += f"; under-trained by the studies' rule: {_named([one for one in idle if one in late])}."
     return [
-        "## Where the answer stands far back",
+        "## Synthetic tasks at longer lengths",
         _filled(words),
         markdown(rows),
         f"![Tokens of answers that are right, by task and length](results/{TASKS}/tasks.png)",
@@ -269,7 +276,7 @@ def _names(judged: list[Judged], verdict: str) -> str:
 
 def _named(names: list[str]) -> str:
     """Names in a sentence; none is the name of an encoding."""
-    *most, last = names or ["no encoding"]
+    *most, last = [f"`{name}`" if "," in name else name for name in names] or ["no encoding"]
     return f"{', '.join(most)} and {last}" if most else last
 
 

@@ -296,7 +296,7 @@ BAD_FACTORS = ("inf", "nan", "0", "-2", "1e300")
 @pytest.mark.parametrize(
     ("spec", "error", "words"),
     [
-        ("self-extent:8", OptionError, "unknown way to stretch 'self-extent'; did you mean 'self-extend'"),
+        ("self-extent:8", OptionError, "unknown stretching method 'self-extent'; did you mean 'self-extend'"),
         (
             "self-extend",
             OptionError,

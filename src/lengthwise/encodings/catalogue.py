@@ -31,7 +31,7 @@ GROUPS: dict[str, Callable[[type[Encoding]], bool]] = {
 }
 """An encoding is in the first group whose rule it meets."""
 
-FORMS = {"alike": "left and right alike", "apart": "tells left from right"}
+FORMS = {"alike": "left and right alike", "apart": "left and right differ"}
 """What two-sided forms do, by `sides`."""
 CAUSAL_ONLY = "no, causal attention only"
 
@@ -141,7 +141,7 @@ def two_sided_table() -> str:
     for name, cls in ENCODINGS.items():
         forms.setdefault(_sides(cls) if cls.two_sided else CAUSAL_ONLY, []).append(f"`{name}`")
     either = [f"`{name}`" for name, cls in ENCODINGS.items() if "sides" in cls.options()]
-    forms["either, by the option `sides`"] = either
+    forms["either, by the option `sides`; above by its default"] = either
     rows = [("two-sided", "encodings"), ("---", "---"), *((form, ", ".join(names)) for form, names in forms.items())]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 

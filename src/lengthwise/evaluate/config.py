@@ -19,24 +19,24 @@ class EvalConfig:
     """The options of a measurement; None leaves the choice to `evaluate` or to the study."""
 
     lengths: list[int] | None = option(  # noqa: RUF009
-        None, "in tokens; 128, 256, 512 and 1024, or in a study 1, 2, 4, 8 and 16 times the training length"
+        None, "context lengths in tokens; 128, 256, 512 and 1024, or in a study 1, 2, 4, 8 and 16 times --length"
     )
     protocol: Protocol = option(  # noqa: RUF009
         "fair", "fair: the same tokens at every length; paper: consecutive windows; sliding: every token once"
     )
     text: str | None = option(None, "the source whose held-out text is used; stdlib, or in a study that of --data")
     windows: int | None = option(
-        None, "text windows at most, at each length, or under fair places in the text; 256, or in a study 128"
+        None, "at most so many text windows at each length (fair: scored spans of the text); 256, or in a study 128"
     )
     stride: int | None = option(
-        None, "tokens scored at a place (fair: the shortest length) or in a window (sliding: half of the length)"
+        None, "tokens scored in a span (fair: the shortest length) or in a window (sliding: half of the length)"
     )
     chunk: int | None = option(
         None, "read windows in chunks of so many tokens through the cache; by default only where memory needs it"
     )
-    by_position: bool = option(False, "the loss at every place of the longest windows, not at the scored ones alone")
+    by_position: bool = option(False, "also the loss per position in the longest windows, not only of scored tokens")
     stretch: list[str] = option(  # noqa: RUF009
-        [], "ways to stretch models with RoPE, such as yarn:8 self-extend:8; each is a row, and so is a plain window"
+        [], "context-extension methods for RoPE models, such as yarn:8; a sliding window is added as control"
     )
     tasks: list[str] = option(  # noqa: RUF009
         [], "synthetic tasks to score at every length, e.g. copy; with --stretch passkey and recall"

@@ -104,7 +104,7 @@ def beside_sections(results: StudyResults) -> list[Section]:
     rows = beside_rows(results, other) if other is not None else []
     if other is None or len(rows) < 2:
         return []
-    about = [f"Here / there. There: {other['title']}. Ranks are among the encodings that both have."]
+    about = [f"Here: this study. There: {other['title']}. Ranks are among the encodings that both have."]
     if differing := beside_differences(results, other):
         others = "; ".join(differing)
         about.append(f"Ranks and rises only, since values of other tokens are not compared: {others}.")

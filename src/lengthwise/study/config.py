@@ -60,7 +60,7 @@ class StudyConfig:
     encoding_options: dict[str, dict[str, Any]] = option(  # noqa: RUF009
         {}, 'by encoding: {"sinusoidal": {"amplitude": 0.1}}'
     )
-    seeds: list[int] = option([1337], "each encoding is trained once with each")  # noqa: RUF009
+    seeds: list[int] = option([1337], "random seeds; each encoding is trained once with each")  # noqa: RUF009
     jobs: int | None = option(None, "runs that train at the same time; on the CPU one per core, else one")
     engine: EngineName = option("local", "where runs train: local, ray, or slurm (extras of those names)")  # noqa: RUF009
     address: str | None = option(None, "ray: a cluster that exists, such as auto or ray://head:10001; else a local one")
@@ -72,8 +72,8 @@ class StudyConfig:
     hypotheses: dict[str, dict[str, float]] = option(  # noqa: RUF009
         {}, 'what is expected at eight times the length: {"cable": {"at_most": 0.01}, "rope": {"above": 0.2}}'
     )
-    paper: str | None = option(None, "the paper's table to print beside, e.g. fineweb-edu-medium")
-    beside: str | None = option(None, "the folder of another study, whose values stand beside, e.g. of another recipe")
+    paper: str | None = option(None, "a table of the CABLE paper to compare with, e.g. fineweb-edu-medium")
+    beside: str | None = option(None, "the folder of another study to compare with, e.g. of another recipe")
     tune: bool = option(
         False, "first choose the learning rates of each encoding by short trainings on a part of the training text"
     )

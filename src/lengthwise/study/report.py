@@ -39,7 +39,7 @@ def report_sections(results: StudyResults, out: Path) -> list[Section]:
         if rows := rise_rows(results):
             rises = rise_figure(table, train_length=results.train_length, metric=results.metric_name)
             over = interval_words(len(table.rises(name, n, results.train_length)) for name, n in _beyond(results))
-            words = f"The same tokens at every length, so what makes them easy or hard cancels; 95 % intervals {over}."
+            words = f"Every length scores the same tokens, so how hard they are cancels; 95 % intervals {over}."
             caption = f"Each line is an encoding, each bar its paired interval {over}."
             pictures = [Picture(png(rises), caption, "rise"), *far_pictures(results)]
             sections.append(Section("Rise on the same tokens", [words], rows, pictures))
@@ -51,8 +51,8 @@ def report_sections(results: StudyResults, out: Path) -> list[Section]:
             single = "documents" if kinds == {"rise"} else "documents, or groups of queries"
             over = interval_words((len(judged.values) for judged in results.hypotheses()), single=single)
             words = (
-                "Written down before the runs; held or failed only where the whole interval is on one side. 95 % "
-                f"intervals {over}."
+                "Written down before the runs. A hypothesis held or failed only if the whole interval is on one side "
+                f"of its bound; else it is not decided. 95 % confidence intervals {over}."
             )
             sections.append(Section("Hypotheses", [words, *hypothesis_words(results)], rows))
         over = interval_words(len(table.seeds(name, n)) for name in table.names for n in table.lengths)
@@ -68,7 +68,7 @@ def report_sections(results: StudyResults, out: Path) -> list[Section]:
             sections.append(Section("Bits per byte by length", table=byte_rows(table)))
         if rows := above_best_rows(results):
             over = interval_words(_pairs(table, results.best, [results.train_length]))
-            words = f"On the same tokens, with 95 % intervals {over}; one that holds 0 tells nothing apart."
+            words = f"Paired, on the same tokens, 95 % intervals {over}. If one contains 0, the two are not ranked."
             sections.append(Section(f"Above the best at {results.train_length:,} tokens", [words], rows))
         if rows := difference_rows(table):
             over = interval_words(_pairs(table, best_far(table), table.lengths))
@@ -112,8 +112,8 @@ def summary(results: StudyResults) -> list[str]:
     if late := results.under_trained():
         gaps = ", ".join(f"{name} ({results.gap(name) - 1:.0%})" for name in late)
         sentences.append(
-            f"Under-trained, so not to be judged beyond the training length, with how far above "
-            f"{results.best_unchanged} they are there: {gaps}."
+            f"Under-trained, so not to be judged beyond the training length; in brackets, how far they are above "
+            f"{results.best_unchanged} at the training length: {gaps}."
         )
     return sentences
 
@@ -135,7 +135,7 @@ def hypothesis_words(results: StudyResults) -> list[str]:
     chosen = f"learning rates were chosen on the training text of {texts}, with seed {numbers}"
     if results.is_test:
         return [f"This is a test of them: {chosen}; neither this text nor these seeds were used for it."]
-    return [f"This is no test of them: {chosen}; this text, or a seed of these, was used for it."]
+    return [f"This is no test of them: {chosen}; so this text, or one of these seeds, was used to choose the rates."]
 
 
 def result_rows(results: StudyResults) -> Rows:

@@ -19,9 +19,10 @@ def task_sections(results: StudyResults) -> list[Section]:
     if not shares:
         return []
     over = interval_words((len(share.counts) for share in shares), single="examples, Wilson's")
-    whole = f"Share of answers that are right as a whole, all depths together, with 95 % intervals {over}."
+    whole = f"Exact match: the share of whole answers that are right, over all depths, with 95 % intervals {over}."
     tokens = (
-        "Share of the answers' tokens that are right, given the right ones before, all depths and seeds together. "
+        "Share of the answers' tokens that are right, each predicted after the right ones before it (teacher forcing), "
+        "over all depths and seeds. "
         "Guessing gives 4 % of letters, 10 % of digits and 50 % of parity's bits."
     )
     figure = Picture(png(task_figure(shares)), tokens, "tasks")

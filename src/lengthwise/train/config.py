@@ -229,14 +229,14 @@ class TrainConfig:
     objective: Objective = option(  # noqa: RUF009
         "causal", "causal: the next token; mlm: masked tokens, an encoder; contrastive: documents that answer queries"
     )
-    encoding: str | None = option(None, "the positional encoding, by name; cable")
+    encoding: str | None = option(None, "the positional encoding, by name; default cable")
     encoding_options: dict[str, Any] | None = option(None, 'its options: {"slopes": "interleaved"}')  # noqa: RUF009
     share_encoding: bool = option(False, "one encoding for all layers instead of one each")
     layers: list[Any] | str | None = option(None, "encodings and windows by layer: rope:512,none")  # noqa: RUF009
     preset: str = option("nano", "the size: nano, tiny, small, medium or large; of encoders nano, tiny or base")
-    sizes: dict[str, Any] | None = option(None, 'other than the preset: {"n_layer": 2}')  # noqa: RUF009
+    sizes: dict[str, Any] | None = option(None, 'changes to the preset: {"n_layer": 2}')  # noqa: RUF009
     data: str = option("stdlib", "stdlib, a file, a folder, wikitext-103, fineweb-edu, or owner/name of the hub")
-    held_out: str | None = option(None, "other data for the held-out loss; all of --data is then trained on")
+    held_out: str | None = option(None, "other data for the held-out (validation) loss; all of --data is trained on")
     token_store: str | None = option(None, "where prepared token files are read from, by fsspec: s3://bucket/tokens")
     tokenizer: str | None = option(None, "bytes, bpe:SIZE, gpt2, or a folder")
     tuning: bool = option(
@@ -246,8 +246,8 @@ class TrainConfig:
     positions: str | None = option(None, "positions drawn anew for each sequence: random:8192, or pose:8")
     start_from: str | None = option(
         None,
-        "or --from: a run of ours whose weights to start from, except its encodings'; or a checkpoint of transformers, "
-        "which --encoding is fitted into",
+        "or --from: a Lengthwise run, to start from its weights except the encodings'; or a Hugging Face checkpoint, "
+        "to put --encoding into it and train it further",
         alias="from",
     )
     mask_rate: float = option(0.15, "mlm: the share of tokens that are predicted; 0.3 as ModernBERT")
@@ -257,31 +257,31 @@ class TrainConfig:
     temperature: float = option(0.05, "contrastive: what cosines are divided by")
     hard_negatives: int = option(1, "contrastive: how many of a pair's own negatives are used, beside the batch's")
     length: int | None = option(None, "the training length: tokens in a sequence")
-    batch_tokens: int | None = option(None, "tokens in a step, over all processes")
-    micro_batch: int | None = option(None, "sequences that a process works on at a time")
+    batch_tokens: int | None = option(None, "tokens in an optimizer step, over all processes")
+    micro_batch: int | None = option(None, "sequences in a forward pass of a process (gradient accumulation)")
     steps: int | None = option(None, "steps of the run")
     optimizer: Optimizer | None = option(  # noqa: RUF009
         None, "adamw, or muon for the matrices of the blocks and AdamW for the rest"
     )
-    learning_rate: float | None = option(None, "its highest value")
-    final_learning_rate: float | None = option(None, "its value at the end of the cosine")
-    encoding_learning_rate: float | None = option(None, "the highest value for the encoding's own parameters")
-    warmup: int | None = option(None, "steps until the highest value")
-    weight_decay: float = option(0.1, "of matrices; encodings say themselves what must not decay")
+    learning_rate: float | None = option(None, "the peak learning rate")
+    final_learning_rate: float | None = option(None, "the learning rate at the end of the cosine decay")
+    encoding_learning_rate: float | None = option(None, "the peak learning rate of the encoding's own parameters")
+    warmup: int | None = option(None, "warm-up steps, up to the peak learning rate")
+    weight_decay: float = option(0.1, "weight decay of matrices; encodings say themselves what must not decay")
     beta1: float = option(0.9, "AdamW's first beta")
     beta2: float = option(0.95, "AdamW's second beta")
-    clip: float = option(1.0, "the largest norm of the gradient")
-    seed: int = option(1337, "of the weights and of the order of the data")
+    clip: float = option(1.0, "gradient clipping: the largest norm of the gradient")
+    seed: int = option(1337, "random seed of the weights and of the order of the data")
     precision: Literal["auto", "float32", "bfloat16"] = option("auto", "auto is bfloat16 on GPUs that have it")
     device: str = option("auto", "cpu, cuda, or auto")
     compile: bool = option(False, "run the model through torch.compile")
     sharded: bool = option(False, "FSDP2 instead of DDP, for what does not fit into one process")
     context_parallel: int = option(1, "processes that share each sequence, where one cannot hold it: ring attention")
-    recompute: bool = option(False, "recompute layers in the backward pass, to save memory")
-    resume: bool = option(False, "continue from the last whole checkpoint in --out, if there is one")
+    recompute: bool = option(False, "gradient checkpointing: recompute layers in the backward pass, to save memory")
+    resume: bool = option(False, "continue from the last complete checkpoint in --out, if there is one")
     checkpoint_every: int = option(500, "steps between checkpoints; the last step always has one")
     keep: int = option(2, "how many checkpoints are kept")
-    evaluate_every: int = option(250, "steps between measurements of the held-out loss")
+    evaluate_every: int = option(250, "steps between measurements of the held-out (validation) loss")
     evaluate_lengths: list[int] | None = option(None, "at which lengths; 1, 2, 4 times --length")  # noqa: RUF009
     evaluate_tokens: int = option(16_384, "held-out tokens measured at each length")
     maps_every: int = option(0, "steps between snapshots of the position maps, the first before any step; 0 for none")

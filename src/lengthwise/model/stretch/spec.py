@@ -46,10 +46,10 @@ def parse_stretch(spec: "str | Mapping[str, object] | StretchSpec") -> StretchSp
         _check_factor(factor, f"{kind}:{factor:g}")
         return StretchSpec(f"{kind}:{factor:g}", scaling=dict(spec))
     if not isinstance(spec, str):
-        raise OptionError(f"a way to stretch must be written such as 'self-extend:8', got {describe(spec)}")
+        raise OptionError(f"a stretching method must be written such as 'self-extend:8', got {describe(spec)}")
     first, *more = [word.strip() for word in spec.split("+")]
     if more not in ([], [LOG_N]) or (first == LOG_N and more):
-        raise OptionError(f"behind a way to stretch there can be '+{LOG_N}' and nothing else, got {spec!r}")
+        raise OptionError(f"after a stretching method there can be '+{LOG_N}' and nothing else, got {spec!r}")
     if first == LOG_N:
         return StretchSpec(spec, logn=True)
     name, *words = first.split(":")
@@ -61,7 +61,7 @@ def parse_stretch(spec: "str | Mapping[str, object] | StretchSpec") -> StretchSp
     known = [*METHODS, *(kind for kind in SCALINGS if kind != "default"), LOG_N]
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]!r}? Known" if near else "known"
-    raise OptionError(f"unknown way to stretch {name!r}; {hint}: {', '.join(known)}")
+    raise OptionError(f"unknown stretching method {name!r}; {hint}: {', '.join(known)}")
 
 
 def _numbers(method: type[Method], words: Sequence[str], spec: str) -> tuple[int, ...]:
@@ -71,7 +71,7 @@ def _numbers(method: type[Method], words: Sequence[str], spec: str) -> tuple[int
         raise OptionError(f"it must be written {method.usage}, with positive whole numbers, got {spec!r}")
     numbers = tuple(int(word) for word in words)
     if max(numbers, default=0) > LARGEST_NUMBER:
-        raise OptionError(f"the numbers of a way to stretch must be at most {LARGEST_NUMBER:,}, got {spec!r}")
+        raise OptionError(f"the numbers of a stretching method must be at most {LARGEST_NUMBER:,}, got {spec!r}")
     return numbers
 
 
@@ -86,4 +86,4 @@ def _scaling(name: str, words: Sequence[str], spec: str) -> dict[str, object]:
 
 def _check_factor(factor: float, spec: str) -> None:
     if not 1 <= factor <= LARGEST_NUMBER:  # nor is NaN
-        raise OptionError(f"the factor of a way to stretch must be a number from 1 to {LARGEST_NUMBER:,}, got {spec!r}")
+        raise OptionError(f"a stretching factor must be a number from 1 to {LARGEST_NUMBER:,}, got {spec!r}")
