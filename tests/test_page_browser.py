@@ -15,6 +15,7 @@ from lengthwise.inspect.model_maps import position_records
 from lengthwise.inspect.scores import LazyScores
 from lengthwise.study.sections import Section, as_html
 from lengthwise.views.page import Page, Snapshot, document
+from lengthwise.views.page.payload import packed
 from lengthwise.views.style import colour_scale
 
 pytestmark = needs_chromium
@@ -80,6 +81,9 @@ def test_numbers_read_from_the_page_are_those_of_the_tensors(browser, tmp_path, 
             allowed = 1e-6 if found[quantity].maps[1].described is not None else 2.0**-16
             assert page.read(quantity) == pytest.approx(wanted, rel=allowed, abs=1e-7), (quantity, i, j)
         wanted = float(found["bias"].maps[1].profile.mean[2, i - j])
+        # A number that is sent with 11 bits has three digits.
+        digits = page.tab.locator("#reading td[data-read=mean]").inner_text().split()[0].lstrip("\N{MINUS SIGN}0.")
+        assert len(digits.partition("e")[0].replace(".", "")) <= 3
         assert page.read("mean") == pytest.approx(wanted, rel=2.0**-10, abs=1e-7)
     page.go(5, 9)
     assert "masked" in page.tab.inner_text("#reading")
@@ -104,6 +108,28 @@ def test_a_tile_is_shown_as_its_mean_its_least_and_its_greatest_and_a_head_in_de
     page.ready()
     assert page.read("scores") == pytest.approx(float(exact[18, 6]), rel=2.0**-16)
     assert "Single cells" in page.tab.inner_text("#map-note")
+    # Large, the colours are those of every number; small, the tiles' means and theirs, as of any other head.
+    large = page.tab.evaluate("[mapViews[0].scale.low, mapViews[0].scale.high]")
+    button = page.tab.locator("button.head[data-head='1']")
+    small = [float(button.get_attribute(f"data-{end}")) for end in ("low", "high")]
+    for found, numbers in ((large, exact), (small, tiles.mean[1])):
+        wanted = colour_scale(numbers.numpy()).norm
+        assert found == pytest.approx((wanted.vmin, wanted.vmax), rel=2.0**-10)
+    number = "small(mapViews[0].layer, 1).value(Math.floor(place / 6), place % 6)"
+    seen = torch.tensor(page.tab.evaluate(f"Array.from({{ length: 36 }}, (_, place) => {number})")).view(6, 6)
+    torch.testing.assert_close(seen, tiles.mean[1], rtol=2.0**-10, atol=0, equal_nan=True)
+    page.close()
+
+
+def test_a_long_described_head_has_the_range_of_all_its_numbers(browser, tmp_path):
+    maps = position_maps(loud_model("cable"), tokens(1, 300), "all")
+    page = open_page(browser, tmp_path, Page([[Snapshot({"bias": maps})]]))
+    for layer in (0, 1):
+        for head, numbers in enumerate(maps.values[layer].numpy()):
+            button = page.tab.locator(f"button.head[data-layer='{layer}'][data-head='{head}']")
+            wanted = colour_scale(numbers).norm
+            found = [float(button.get_attribute(f"data-{end}")) for end in ("low", "high")]
+            assert found == pytest.approx((wanted.vmin, wanted.vmax), rel=1e-5)
     page.close()
 
 
@@ -115,6 +141,127 @@ def test_two_maps_of_different_cells_are_each_named_with_their_own(browser, tmp_
     name = page.tab.evaluate("nameOf(state.sides[0])")
     assert page.tab.inner_text("#map-note") == f"{tiles} ({name}); Single cells ({name})."
     page.close()
+
+
+def test_of_two_models_the_second_is_moved_in_where_the_first_has_no_such_layer_or_no_such_token(browser, tmp_path):
+    short = position_maps(loud_model("kerple", n_layer=1), tokens(1, 20), "all", tokens=TEXT[:20])
+    long = position_maps(loud_model("kerple"), tokens(1), "all", tokens=TEXT)
+    page = open_page(browser, tmp_path, Page([[Snapshot({"bias": maps})] for maps in (short, long)]))
+    assert page.tab.inner_text("#about").split(" and ") == [
+        "1 layer of 3 heads, 20 tokens, one sequence",
+        "2 layers of 3 heads, 29 tokens, one sequence",
+    ]
+    page.tab.click(".grid[data-side='1'] button.head[data-layer='0'][data-head='1']")
+    page.ready()
+    page.go(27, 25)
+    assert [page.read("query", side) for side in (0, 1)] == [19, 27]
+    assert page.read("bias", 1) == pytest.approx(float(long.values[0, 1, 27, 25]), rel=1e-5)
+    page.tab.click(".grid[data-side='1'] button.head[data-layer='1'][data-head='2']")
+    page.ready()
+    page.go(26, 11)
+    assert (page.read("query"), page.read("key")) == (26, 11)
+    page.tab.locator("canvas.map").nth(1).scroll_into_view_if_needed()
+    box = page.tab.locator("canvas.map").nth(1).bounding_box()
+    mouse = page.tab.mouse
+    mouse.move(box["x"] + 200, box["y"] + 200)
+    mouse.wheel(0, -100)
+    page.ready()
+    before = page.tab.evaluate("state.window")
+    assert before["rows"] == 23
+    mouse.down()
+    mouse.move(box["x"] + 170, box["y"] + 150, steps=3)
+    mouse.up()
+    page.ready()
+    assert page.tab.evaluate("state.window.i") > before["i"]
+    mouse.dblclick(box["x"] + 150, box["y"] + 150)
+    page.ready()
+    assert page.tab.evaluate("state.window") is None
+    for whole in (lambda: page.tab.click("#whole"), lambda: page.tab.locator("#tokens").press("0")):
+        page.tab.click("#closer")
+        page.ready()
+        assert page.tab.evaluate("state.window.rows") == 15
+        whole()
+        page.ready()
+        assert page.tab.evaluate("state.window") is None
+    page.close()
+
+
+def test_a_two_sided_head_is_read_at_keys_ahead_too(browser, tmp_path):
+    maps = position_maps(loud_model("deberta"), tokens(1), "all", "scores")
+    # As of an encoder: nothing is masked.
+    payload = Page([[Snapshot({"scores": maps})]]).payload()
+    for layer in payload["models"][0]["snapshots"][0]["views"]["scores"]:
+        layer["causal"] = False
+        layer["profile"]["first"] = 1 - LENGTH
+        size = (3, 2 * LENGTH - 1)
+        layer["profile"] |= {name: packed(np.ones(size, np.float32)) for name in ("mean", "spread")}
+    path = tmp_path / "two-sided.html"
+    path.write_text(document(payload, title="two-sided"))
+    page = Seen(browser, path)
+    page.ready()
+    page.go(LENGTH - 1, LENGTH - 1)
+    plot = page.tab.locator("#curves-plot > svg")
+    plot.focus()
+    steps = [("ArrowLeft", -1, 27), ("ArrowLeft", -2, 26), ("Shift+ArrowLeft", -12, 16), ("ArrowRight", -11, 16)]
+    for key, distance, query in steps:
+        page.tab.keyboard.press(key)
+        page.ready()
+        assert (page.read("distance"), page.read("query")) == (distance, query)
+    box = plot.bounding_box()
+    scale = box["width"] / 460
+    for x, distance in ((52, 1 - LENGTH), (460 - 14, LENGTH - 1)):
+        page.tab.mouse.move(box["x"] + x * scale, box["y"] + box["height"] / 2)
+        page.ready()
+        assert page.read("distance") == distance
+    page.close()
+
+
+def test_a_finger_that_leaves_after_a_pinch_does_not_undo_it(browser, tmp_path):
+    maps = position_maps(loud_model("kerple"), tokens(1), "all", tokens=TEXT)
+    page = open_page(browser, tmp_path, Page([[Snapshot({"bias": maps})]]))
+    page.tab.evaluate("mapViews[0].canvas.setPointerCapture = () => {}")
+
+    def put(kind: str, finger: int, across: float) -> dict:
+        page.tab.locator("canvas.map").evaluate(
+            """(canvas, [kind, pointerId, across]) => {
+                const { left, top, width, height } = canvas.getBoundingClientRect();
+                const [clientX, clientY] = [left + width / 2 + across, top + height / 2];
+                canvas.dispatchEvent(new PointerEvent(kind, { pointerId, pointerType: "touch", clientX, clientY }));
+            }""",
+            [kind, finger, across],
+        )
+        page.ready()
+        return page.tab.evaluate("state.window")
+
+    put("pointerdown", 1, -30)
+    put("pointerdown", 2, 30)
+    put("pointermove", 2, 60)
+    pinched = put("pointermove", 1, -60)
+    assert pinched["rows"] < LENGTH * 0.6
+    assert put("pointerup", 2, 60) == pinched
+    assert put("pointermove", 1, -62) == pinched
+    # The finger that stays drags, and its lifting is no click.
+    dragged = put("pointermove", 1, -160)
+    assert dragged["rows"] == pinched["rows"]
+    assert dragged["j"] > pinched["j"]
+    cursor = page.tab.evaluate("state.cursor")
+    assert put("pointerup", 1, -160) == dragged
+    assert page.tab.evaluate("state.cursor") == cursor
+    page.close()
+
+
+def test_a_page_of_the_profile_alone_or_without_tokens_promises_nothing_that_it_has_not(browser, tmp_path):
+    model, found = loud_model("kerple"), {}
+    for name, quantity, names in (("profile", "profile", TEXT), ("scores", "scores", None)):
+        maps = position_maps(model, tokens(1), "all", quantity, tokens=names)
+        page = Seen(browser, Page([[Snapshot({quantity: maps})]]).save(tmp_path / f"{name}.html"))
+        page.ready()
+        found[name] = page.tab.inner_text("#text-note")
+        page.close()
+    assert found == {
+        "profile": "Not shaded: this page has no number for each query and key here. Click a token to look from there.",
+        "scores": "Seen from query 28: softmax of the row's scores.",
+    }
 
 
 def test_hostile_tokens_are_shown_as_they_are_and_nothing_leaves_the_machine(seen):
@@ -281,6 +428,10 @@ def test_the_text_is_shaded_by_weight_and_searched(seen):
     assert not any(shares[19:])
     tab.fill("#search", "W1")
     assert tab.inner_text("#found") == "11 found"
+    for quantity in ("scores", "bias"):
+        tab.locator(f"#whats label:has(input[value={quantity}])").click()
+        seen.ready()
+        assert tab.locator(".tokens[data-side='0'] .found").count() == 11
     tab.press("#search", "Enter")
     seen.ready()
     assert seen.read("query") == 19
@@ -350,11 +501,15 @@ def test_two_steps_of_one_run_are_compared_and_a_slider_goes_through_its_trainin
     page.ready()
     assert page.tab.locator("canvas.map").count() == 1
     page.close()
-    # Snapshots of training may have another view than the model at its end.
-    run = [Snapshot({"scores": views("kerple")["scores"]}, 0), Snapshot({"bias": found[500]}, 1000)]
+    # Snapshots of training may have another view than the model at its end, and have read another text.
+    short = position_maps(loud_model("kerple"), tokens(1, 20), "all")
+    run = [Snapshot({"scores": views("kerple")["scores"]}, 0), Snapshot({"bias": short}, 500)]
     (tmp_path / "other").mkdir()
-    page = open_page(browser, tmp_path / "other", Page([run]))
-    assert "of 3 heads" in page.tab.inner_text("#about")
+    page = open_page(browser, tmp_path / "other", Page([[*run, Snapshot({"bias": found[500]}, 1000)]]))
+    for place, length in ((2, LENGTH), (1, 20)):
+        page.tab.locator("#snapshot-0").fill(str(place))
+        page.ready()
+        assert f"of 3 heads, {length} tokens" in page.tab.inner_text("#about")
     # The pointer reads the distance that is drawn where it is, on both sides of 0.
     page.tab.evaluate("state.log = true")
     for distance in (-300, -7, 0, 5, 40, 511):

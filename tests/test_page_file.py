@@ -12,8 +12,8 @@ import torch
 from model_kit import loud_model, tokens
 
 import lengthwise as lw
-from lengthwise.inspect import position_maps
-from lengthwise.views.page import SCRIPTS, STATIC, Page, as_data, document, policy
+from lengthwise.inspect import position_maps, position_views
+from lengthwise.views.page import SCRIPTS, STATIC, Page, Snapshot, as_data, document, policy
 from lengthwise.views.page.payload import packed
 
 
@@ -81,6 +81,17 @@ def test_twelve_by_twelve_heads_of_a_distance_table_at_4096_tokens_are_under_a_m
         size += len(packed(table.detach().numpy(), smooth=True)["text"])
     code = sum(len((STATIC / f"{name}.js").read_bytes()) for name in SCRIPTS)
     assert size + code < 1e6
+
+
+@pytest.mark.parametrize("case", ["kerple", "t5", "swin", "cable", "fire", "rope-dynamic", "dapev2-cable"])
+@pytest.mark.parametrize("resolution", [7, None])
+def test_every_head_comes_with_the_least_and_the_greatest_of_all_its_numbers(case, resolution):
+    found, exact = (position_views(loud_model(case), tokens(1), "all", resolution=side) for side in (resolution, 64))
+    for quantity, layers in Page([[Snapshot(found)]]).payload()["models"][0]["snapshots"][0]["views"].items():
+        for layer, maps in zip(layers, exact[quantity].maps, strict=True):
+            numbers = maps.profile.mean if quantity == "profile" else maps.values.flatten(1)
+            wanted = [[float(head[~head.isnan()].min()), float(head[~head.isnan()].max())] for head in numbers]
+            np.testing.assert_allclose(layer["range"], wanted, rtol=1e-6, atol=1e-7)
 
 
 def test_data_cannot_end_the_element_it_stands_in():

@@ -76,6 +76,29 @@ def test_a_run_brings_its_snapshots(models, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "layers"),
+    [
+        (["--quantity", "bias"], [[0, 1]] * 3),
+        (["--layer", "last"], [[1]] * 3),
+        (["--layer", "1"], [[0]] * 3),
+        (["--quantity", "scores"], [[0, 1]]),
+    ],
+)
+def test_snapshots_of_a_run_are_of_the_view_and_the_layers_that_are_asked_for(
+    models, tmp_path, capsys, arguments, layers
+):
+    path = tmp_path / "run.html"
+    main(["show", str(models / "run"), "--out", str(path), "--length", "19", *arguments])
+    snapshots = data_of(path)["models"][0]["snapshots"]
+    views = [layers for snapshot in snapshots for layers in list(snapshot["views"].values())[:1]]
+    assert [[layer["layer"] for layer in view] for view in views] == layers
+    if "--quantity" in arguments:
+        assert {quantity for snapshot in snapshots for quantity in snapshot["views"]} == {arguments[1]}
+    left_out = "2 of the run's snapshots are not on the page" in capsys.readouterr().out
+    assert left_out == (len(layers) == 1)
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--detail", "3"], r"detail must be LAYER\.HEAD from 1 on"),

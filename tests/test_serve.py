@@ -20,7 +20,8 @@ from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 from lengthwise.model.modeling import LengthwiseAttention
 from lengthwise.serve.catalog import Catalog
 from lengthwise.serve.server import bind, make_server
-from lengthwise.serve.session import LOOKS, LookCancelledError, Progress, Session
+from lengthwise.serve.session import LOOKS, SAMPLES, LookCancelledError, Progress, Session
+from lengthwise.views.style import colour_scale
 
 LIMIT = 700
 HOSTILE = "<img src=x onerror=alert(1)> and so on, for as long as this text goes on. "
@@ -195,6 +196,40 @@ def test_looks_are_kept_for_two_viewers_at_once_but_not_for_ever(served):
     for _ in range(LOOKS):
         served.look()
     assert served.cells(keys["kerple-tiny"])[0].status == 404
+
+
+def test_a_text_that_is_too_long_takes_no_other_text_out_of_memory(served):
+    session = Session(Catalog([str(served.folder)]), limit=LIMIT)
+    wanted = {"layer": "last", "length": None}
+    session.look("kerple-tiny", text="a text", **wanted)
+    for length in range(LIMIT + 1, LIMIT + 1 + SAMPLES):
+        with pytest.raises(ValueError, match="at most 700 tokens here"):
+            session.look("kerple-tiny", text="x" * length, **wanted)
+    assert [name.rpartition("\n")[2] for name in session._samples] == ["a text"]
+
+
+def test_snapshots_of_a_run_are_of_the_layers_that_are_looked_at(tmp_path):
+    make_checkpoint(tmp_path / "run" / "final", "cable")
+    (tmp_path / "run" / "final" / "seal.json").write_text('{"sha256": {}}')
+    (tmp_path / "run" / "config.yaml").write_text("encoding: cable\n")
+    model = LengthwiseForCausalLM.from_pretrained(tmp_path / "run" / "final")
+    position_maps(model, torch.arange(19)[None], "all").save(tmp_path / "run" / "maps" / "step-00000250.safetensors")
+    session = Session(Catalog([str(tmp_path)]))
+    for layer, wanted in (("last", [1]), ("all", [0, 1])):
+        said = session.look("run", layer=layer, text="a text", length=None)
+        assert [[one["layer"] for one in snapshot["views"]["bias"]] for snapshot in said["snapshots"]] == [wanted] * 2
+
+
+@pytest.mark.parametrize("count", [0, 1, 59, 60, 61, 119, 150])
+def test_a_curve_of_losses_has_at_most_sixty_points_and_ends_with_the_last(tmp_path, count):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("encoding: alibi\n")
+    lines = [json.dumps({"step": step, "loss": float(step)}) + "\n" for step in range(count)]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines))
+    (run,) = Catalog([str(tmp_path)]).cards()["runs"]
+    assert len(run["losses"]) == min(count, 60)
+    assert run["losses"][:1] + run["losses"][-1:] == ([0.0, count - 1.0] if count else [])
+    assert run["losses"] == sorted(set(run["losses"]))
 
 
 def test_text_is_streamed_and_read_once_for_the_same_look(served, monkeypatch):
@@ -502,13 +537,22 @@ def test_in_a_browser_a_text_is_typed_and_two_live_models_are_seen_cell_by_cell(
     seen.go(600, 333)
     model = LengthwiseForCausalLM.from_pretrained(own.folder / "kerple-tiny")
     ids = torch.tensor([load_tokenizer("bytes")(HOSTILE * 9)["input_ids"]])
-    wanted = position_maps(model, ids, -1, "scores", resolution=ids.shape[1]).values[0, 600, 333]
+    head = position_maps(model, ids, -1, "scores", resolution=ids.shape[1]).values[0]
+    wanted = head[600, 333]
     # First the mean of a tile is shown; the single number comes from the server.
     for _ in range(100):
         if seen.read("scores") == pytest.approx(float(wanted), rel=1e-5):
             break
         tab.wait_for_timeout(100)
     assert seen.read("scores") == pytest.approx(float(wanted), rel=1e-5)
+    # Of the whole map the cursor's row alone is known cell by cell, of a small part of it everything.
+    tiles = "Tiles of 2 \N{MULTIPLICATION SIGN} 2 pairs, each its mean, and some single cells."
+    tab.wait_for_function("tiles => find('map-note').textContent === tiles", arg=tiles)
+    tab.evaluate("show({ i: 400, j: 200, rows: 100, columns: 100 }, extent())")
+    tab.wait_for_function("() => find('map-note').textContent.startsWith('Single cells; queries 400 to 499')")
+    low, high = tab.evaluate("[mapViews[0].scale.low, mapViews[0].scale.high]")
+    numbers = colour_scale(head.numpy()).norm
+    assert (low, high) == pytest.approx((numbers.vmin, numbers.vmax), rel=1e-5)
     assert "<b>kerple</b>" in tab.inner_text("#cards")
     assert all(url.startswith(f"http://127.0.0.1:{own.port}/") for url in seen.requests)
     own.close()

@@ -26,7 +26,7 @@ from lengthwise.bias import at_least_float32
 from lengthwise.errors import check_choice
 from lengthwise.model.families import AttentionRecord
 from lengthwise.views.maps import Quantity
-from lengthwise.views.tiles import first_forbidden
+from lengthwise.views.tiles import BLOCK, first_forbidden
 
 VERIFIED_ROWS = 4
 """How many of the first and of the last rows are compared with the layer's own output."""
@@ -92,20 +92,26 @@ class BiasRows:
 
     def block(self, visible: BlockMask) -> Float[Tensor, "#batch head row column"] | None:
         """Some rows, 0 where a key is hidden."""
-        bias, (_, heads, queries, _) = self.record.bias, self.record.shape
-        if bias is None:
-            return None
         if self._shifted is None:
-            tile = bias.tile(visible.rows, visible.columns)
-        else:
-            height = visible.rows.stop - visible.rows.start
-            first = queries - 1 - visible.rows.start
-            tile = self._shifted[None, :, :height, first + visible.columns.start : first + visible.columns.stop]
-            if self.record.causal and visible.is_causal:
-                return tile
-        # A copy, since a tile may be the model's own.
-        shape = (max(tile.shape[0], visible.mask.shape[0]), heads, *tile.shape[2:])
-        return visible.fill(torch.empty(shape, dtype=tile.dtype, device=tile.device).copy_(tile), 0)
+            return visible_bias(self.record, visible)
+        _, heads, queries, _ = self.record.shape
+        height = visible.rows.stop - visible.rows.start
+        first = queries - 1 - visible.rows.start
+        tile = self._shifted[None, :, :height, first + visible.columns.start : first + visible.columns.stop]
+        return tile if self.record.causal and visible.is_causal else _visible(tile, visible, heads)
+
+
+def visible_bias(record: AttentionRecord, visible: BlockMask) -> Float[Tensor, "#batch head row column"] | None:
+    """Some rows of the additive term of all heads, 0 where a key is hidden."""
+    if record.bias is None:
+        return None
+    return _visible(record.bias.tile(visible.rows, visible.columns), visible, record.shape[1])
+
+
+def _visible(tile: Tensor, visible: BlockMask, heads: int) -> Float[Tensor, "#batch head row column"]:
+    """A copy, since a tile may be the model's own, with 0 where a key is hidden."""
+    shape = (max(tile.shape[0], visible.mask.shape[0]), heads, *tile.shape[2:])
+    return visible.fill(torch.empty(shape, dtype=tile.dtype, device=tile.device).copy_(tile), 0)
 
 
 def score_block(record: AttentionRecord, visible: BlockMask, heads: slice, every_bias: Tensor | None) -> ScoreBlock:
@@ -197,6 +203,7 @@ class LazyScores:
     def add(self, record: AttentionRecord) -> None:
         """Keep what the first sequence needs; values and outputs were compared while capturing."""
         mask = record.mask
+        # The call is left out, since it has every sequence's queries, keys and values.
         self._records[record.layer] = replace(
             record,
             q=record.q[:1].clone(),
@@ -208,6 +215,7 @@ class LazyScores:
             logit_scale=None if record.logit_scale is None else record.logit_scale[:1],
             sink=None if record.sink is None else record.sink[:1],
             rotary=None,
+            call=None,
         )
 
     @torch.no_grad()
@@ -223,14 +231,13 @@ class LazyScores:
                 raise ValueError(f"{name} must lie within 0 to {size}, got {span.start} to {span.stop}")
         if quantity == "bias" and not record.has_bias:
             raise ValueError("quantity='bias' needs a model that adds one, but this model adds none")
-        visible = BlockMask.of(record, rows, slice(0, keys))
-        # Only a rescore needs all heads to compute one.
-        heads = slice(head, head + 1) if record.rescore is None else slice(0, record.shape[1])
-        bias = BiasRows(record, rows.stop - rows.start).block(visible)
-        block = score_block(record, visible, heads, bias)
-        mask = visible.mask[0, 0].expand(rows.stop - rows.start, keys)
-        values = weights_of(record, block) if quantity == "weights" else getattr(block, quantity)
-        return values[0, head - heads.start].masked_fill(~mask, torch.nan)[:, columns].float()
+        # A bias gives the rows of all heads, so that there are only some of them at a time.
+        height = max(1, BLOCK // (record.shape[1] * keys))
+        values = torch.empty(rows.stop - rows.start, columns.stop - columns.start, device=record.q.device)
+        for start in range(rows.start, rows.stop, height):
+            block = slice(start, min(start + height, rows.stop))
+            values[start - rows.start : block.stop - rows.start] = _one_head(record, quantity, head, block)[:, columns]
+        return values
 
     def whole(self, quantity: Quantity, layer: int, head: int) -> Float[Tensor, "query key"]:
         """Every number of one head."""
@@ -246,6 +253,17 @@ class LazyScores:
                 f"(indices {layer}, {head})"
             )
         return record
+
+
+def _one_head(record: AttentionRecord, quantity: Quantity, head: int, rows: slice) -> Float[Tensor, "row key"]:
+    """Some whole rows of one head of the first sequence, NaN where a key is hidden."""
+    visible = BlockMask.of(record, rows, slice(0, record.shape[3]))
+    # Only a rescore needs all heads to compute one.
+    heads = slice(head, head + 1) if record.rescore is None else slice(0, record.shape[1])
+    block = score_block(record, visible, heads, visible_bias(record, visible))
+    values = weights_of(record, block) if quantity == "weights" else getattr(block, quantity)
+    mask = visible.mask[0, 0].expand(values.shape[2:])
+    return values[0, head - heads.start].masked_fill(~mask, torch.nan).float()
 
 
 def rotary_kernel(record: AttentionRecord) -> Float[Tensor, "head distance"] | None:

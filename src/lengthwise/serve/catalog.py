@@ -133,8 +133,14 @@ def _run_card(name: str, path: Path) -> dict[str, Any]:
         "loss": f"{losses[-1]:.3f}" if losses else "",
         "state": state,
         "finished": finished,
-        "losses": curve[:: max(1, len(curve) // POINTS)],
+        "losses": _some(curve, POINTS),
     }
+
+
+def _some(values: list[float], most: int) -> list[float]:
+    """At most so many, evenly apart, the first and the last among them."""
+    count = min(most, len(values))
+    return [values[n * (len(values) - 1) // max(1, count - 1)] for n in range(count)]
 
 
 def _study_card(folder: Path) -> list[dict[str, Any]]:

@@ -95,13 +95,8 @@ class Session:
         with self._own_turn(progress):
             weights = f"{source}\n{_written(source)}"
             loaded = self._models.get_or_make(weights, lambda: load_model(source))
-            sample = self._samples.get_or_make(f"{weights}\n{length}\n{text}", lambda: options.sample(loaded))
-            tokens = sample.ids.shape[1]
-            if tokens > self.limit:
-                raise ValueError(
-                    f"a text must have at most {self.limit:,} tokens here, got {tokens:,}; shorten it, or start the "
-                    "server with a larger --max-tokens"
-                )
+            reads = f"{weights}\n{length}\n{text}"
+            sample = self._samples.get_or_make(reads, lambda: self._short_enough(options.sample(loaded)))
             layers = options.layers("all")
             cells = LazyScores()
 
@@ -113,7 +108,7 @@ class Session:
             progress.layers = layer_count(loaded, layers)
             with _before_each_module(loaded.model, progress.check):
                 views = compute_views(loaded, sample, layers, tiles=TILES, on_record=on_record)
-        payload = model_payload([*training_snapshots(source), Snapshot(views)])
+        payload = model_payload([*training_snapshots(source, next(iter(views.values())).layers), Snapshot(views)])
         key = secrets.token_urlsafe(12)
         with self._cells_lock:
             self._cells.get_or_make(key, lambda: cells)
@@ -128,6 +123,15 @@ class Session:
         with self._cells_lock:
             part = self._cells.get_or_make(key, _forgotten).part(quantity, layer, head, rows, columns)
         return part.contiguous().numpy().tobytes()
+
+    def _short_enough(self, sample: TokenSample) -> TokenSample:
+        tokens = sample.ids.shape[1]
+        if tokens > self.limit:
+            raise ValueError(
+                f"a text must have at most {self.limit:,} tokens here, got {tokens:,}; shorten it, or start the "
+                "server with a larger --max-tokens"
+            )
+        return sample
 
     @contextmanager
     def _own_turn(self, progress: Progress) -> Iterator[None]:

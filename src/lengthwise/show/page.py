@@ -1,6 +1,7 @@
 """`lengthwise show --out heads.html`: from names to the interactive page, with a run's snapshots where it has them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -62,13 +63,22 @@ def model_snapshots(name: str, options: ShowOptions) -> tuple[list[Snapshot], st
     )
     first = next(iter(views.values()))
     line = f"{first.title}, {length} tokens of {sample.description}: {', '.join(views)}."
-    return [*training_snapshots(name), Snapshot(views, detail=_every_cell(cells, detail, views))], line
+    snapshots = training_snapshots(name, first.layers, options.quantity, options.part)
+    if left_out := len(training_snapshots(name)) - len(snapshots):
+        line += f" {left_out} of the run's snapshots are not on the page: they have nothing of what was asked for."
+    return [*snapshots, Snapshot(views, detail=_every_cell(cells, detail, views))], line
 
 
-def training_snapshots(name: str) -> list[Snapshot]:
-    """The maps that a run saved while it trained."""
-    snapshots = run_snapshots(Run(name)) if Run.is_run(name) else {}
-    return [Snapshot({maps.quantity: maps}, step) for step, maps in snapshots.items()]
+def training_snapshots(
+    name: str, layers: Collection[int] | None = None, quantity: Quantity | None = None, part: str | None = None
+) -> list[Snapshot]:
+    """The maps that a run saved while it trained: all, or what they have of some layers, one view and one part."""
+    snapshots = []
+    for step, maps in (run_snapshots(Run(name)) if Run.is_run(name) else {}).items():
+        shown = tuple(one for one in maps.maps if layers is None or one.layer in layers)
+        if shown and quantity in (None, maps.quantity) and part in (None, maps.part):
+            snapshots.append(Snapshot({maps.quantity: replace(maps, maps=shown)}, step))
+    return snapshots
 
 
 def _check_detail(heads: list[tuple[int, int]], loaded: LoadedModel, layers: Layers, part: str | None) -> None:

@@ -76,9 +76,30 @@ def _layer(layer_map: LayerMap, detail: Mapping[int, Tensor]) -> dict[str, Any]:
             "mean": packed(_array(layer_map.profile.mean), bits=TILE),
             "spread": packed(_array(layer_map.profile.spread), bits=BOUND),
         },
+        "range": _range(layer_map),
         "kernel": None if layer_map.kernel is None else packed(_array(layer_map.kernel), bits=TILE),
         "detail": {str(head): packed(_array(x), bits=CELL) for head, x in detail.items()},
     }
+
+
+def _range(layer_map: LayerMap) -> list[list[float]]:
+    """The least and the greatest number of every head, of all its pairs; 0 and 0 where it has none."""
+    bias, queries, causal = layer_map.described, layer_map.queries, layer_map.causal
+    if bias is None and layer_map.tiles is None:
+        parts = [layer_map.profile.mean]
+    elif bias is not None and bias.is_uniform and queries == layer_map.keys:
+        # The last row has every distance from 0 on, and the first every one below.
+        rows = [queries - 1] if causal else [0, queries - 1]
+        parts = [bias.tile(slice(row, row + 1), slice(None))[0, :, 0] for row in rows]
+    else:
+        tiles = layer_map.pooled(SIDE)
+        parts = [tiles.least.flatten(1), tiles.greatest.flatten(1)]
+    x = torch.cat([part.detach().double() for part in parts], 1)
+    finite = x.isfinite()
+    least, greatest = x.masked_fill(~finite, torch.inf).amin(1), x.masked_fill(~finite, -torch.inf).amax(1)
+    some = finite.any(1)
+    ends: list[list[float]] = torch.stack([least.where(some, 0), greatest.where(some, 0)], 1).add(0).tolist()
+    return ends
 
 
 def _tiles(tiles: Tiles) -> dict[str, Any]:

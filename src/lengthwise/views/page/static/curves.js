@@ -77,7 +77,7 @@ function fillCurves(plot, seen, box) {
   const distance = currentDistance();
   const here = across(distance);
   plot.append(svg("line", { class: "here", x1: here, x2: here, y1: box.top, y2: box.top + height }));
-  const name = seen.map(({ layer }) => meanAt(layer, distance)).map((one) => formatNumber(one && one.mean)).join(" and ");
+  const name = seen.map(({ layer }) => meanAt(layer, distance)).map((one) => formatNumber(one && one.mean, 3)).join(" and ");
   const now = `at distance ${distance} it is ${name}. Left and right keys change the distance.`;
   plot.setAttribute("aria-label", `Mean by distance of head ${state.head + 1}; ${now}`);
   listenCurves(plot, box, first, last, width);
@@ -134,8 +134,10 @@ function listenCurves(plot, box, first, last, width) {
   const go = (distance) => {
     const layer = state.sides.map(currentLayer).find(Boolean);
     const near = Math.min(last, Math.max(first, distance));
-    const i = Math.min(layer.queries - 1, Math.max(state.cursor.i, near - offsetOf(layer)));
-    moveCursor(i, i + offsetOf(layer) - near, { follow: true, spoken: true });
+    // The query nearest to the cursor's that has a key at this distance.
+    const ahead = near - offsetOf(layer);
+    const i = Math.min(layer.queries - 1, layer.keys - 1 + ahead, Math.max(state.cursor.i, ahead, 0));
+    moveCursor(i, i - ahead, { follow: true, spoken: true });
   };
   plot.addEventListener("pointermove", (event) => {
     if (state.held || event.pointerType === "touch") return;

@@ -49,6 +49,14 @@ function drawMaps() {
   noteMap();
 }
 
+/** How many queries and keys the longest map has: what the shared window and cursor are cut to. */
+function extent() {
+  const layers = mapViews.map((view) => view.layer).filter(Boolean);
+  if (!layers.length) return undefined;
+  const most = (size) => Math.max(...layers.map((layer) => layer[size]));
+  return { queries: most("queries"), keys: most("keys") };
+}
+
 /** The visible part of a layer: the shared window, cut to what this side has. */
 function windowOf(layer) {
   const all = whole(layer);
@@ -60,7 +68,7 @@ function windowOf(layer) {
 
 /** Numbers to colours, a pixel a cell or fewer; the result is kept while only the cursor moves. */
 function paintHeat(view) {
-  const { layer, side } = view;
+  const { layer } = view;
   const seen = windowOf(layer);
   // Whole tiles need a pixel each; of single cells there are at most as many as a screen shows.
   const { pool } = layer;
@@ -68,7 +76,7 @@ function paintHeat(view) {
   const tiled = even && layer.matrix.onlyTiles(state.head);
   const count = (size) => (tiled ? size / pool : Math.min(size, MOST));
   const [rows, columns] = [count(seen.rows), count(seen.columns)];
-  view.scale = scaleFor(side, layer, state.head);
+  view.scale = scaleFor(layer, state.head, !layer.matrix.onlyTiles(state.head));
   const spread = (count, start, size) =>
     Int32Array.from({ length: count }, (_, n) => start + Math.floor(((n + 0.5) * size) / count));
   const [row, column] = [spread(rows, seen.i, seen.rows), spread(columns, seen.j, seen.columns)];
@@ -164,20 +172,21 @@ function cursorOf(layer) {
   return { i: Math.min(state.cursor.i, layer.queries - 1), j: Math.min(state.cursor.j, layer.keys - 1) };
 }
 
-/** What a map is made of where the cursor is. */
+/** What the visible part of a map is made of. */
 function cellsOf(layer) {
-  const { i, j } = cursorOf(layer);
-  if (layer.matrix.single(state.head, i, j)) return "Single cells";
-  return `Tiles of ${layer.pool} × ${layer.pool} pairs, each its mean`;
+  const seen = windowOf(layer);
+  if (layer.matrix.allSingle(state.head, seen)) return "Single cells";
+  const tiles = `Tiles of ${layer.pool} × ${layer.pool} pairs, each its mean`;
+  return layer.matrix.someSingle(state.head, seen) ? `${tiles}, and some single cells` : tiles;
 }
 
 function noteMap() {
-  const layer = mapViews[0]?.layer;
-  if (!layer || state.what === "profile") {
-    find("map-note").textContent = layer ? "" : "Choose a head.";
+  const all = extent();
+  if (!all || state.what === "profile") {
+    find("map-note").textContent = all ? "" : "Choose a head.";
     return;
   }
-  const seen = windowOf(layer);
+  const seen = windowOf(all);
   const drawn = mapViews.filter((view) => view.layer?.matrix);
   const kinds = drawn.map((view) => cellsOf(view.layer));
   const named = drawn.map((view, place) => `${kinds[place]} (${nameOf(view.side)})`);

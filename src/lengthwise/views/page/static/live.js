@@ -170,8 +170,7 @@ async function sharpen() {
       const rows = layer.matrix.single(head, i, j) ? [] : [{ i, j: 0, rows: 1, columns: layer.keys }];
       const seen = windowOf(layer);
       const near = what === state.what && seen.rows <= ROWS && seen.columns <= ROWS;
-      const ends = [[seen.i, seen.j], [seen.i + seen.rows - 1, seen.j + seen.columns - 1]];
-      if (near && !ends.every(([y, x]) => layer.matrix.single(head, y, x))) rows.push(seen);
+      if (near && !layer.matrix.allSingle(head, seen)) rows.push(seen);
       for (const part of rows) {
         const query = new URLSearchParams({ look, quantity: what, layer: layer.layer, head, ...part });
         const answer = await ask(`api/cells?${query}`);

@@ -21,16 +21,17 @@ async function start(models, title) {
   drawn = null;
   find("title").textContent = title;
   document.title = title;
-  find("about").textContent = about(models[0], layers);
   find("controls").hidden = document.querySelector("main").hidden = false;
   buildWhats();
   buildSides();
   await rebuild();
 }
 
-function about(model, views) {
-  const [layer] = views;
-  const layers = views.length;
+/** How much of a model is shown, in a line. */
+function aboutOf(side) {
+  const model = state.models[side.model];
+  const [layer] = side.layers;
+  const layers = side.layers.length;
   const square = layer.queries === layer.keys;
   const [queries, keys] = [layer.queries, layer.keys].map((n) => n.toLocaleString("en"));
   const size = square ? `${queries} tokens` : `${queries} queries by ${keys} keys`;
@@ -62,6 +63,8 @@ async function build() {
     drawTokens();
     drawOverview();
     drawAll();
+    const about = state.sides.filter((side) => side.layers.length).map(aboutOf);
+    find("about").textContent = [...new Set(about)].join(" and ");
     drawn = { what, sides };
     scrollToQuery();
   } catch (error) {
@@ -223,7 +226,7 @@ function wire() {
   find("grids").addEventListener("keydown", walkOverview);
   find("closer").addEventListener("click", () => zoom(0.5));
   find("further").addEventListener("click", () => zoom(2));
-  find("whole").addEventListener("click", () => show(whole(mapViews[0]?.layer)));
+  find("whole").addEventListener("click", showWhole);
   find("theme").addEventListener("click", switchTheme);
   find("search").addEventListener("input", () => search());
   find("search").addEventListener("keydown", (event) => event.key === "Enter" && search(event.shiftKey ? -1 : 1));

@@ -37,7 +37,12 @@ async function openMatrix(layer) {
       const part = parts[head].length ? known(head, i, j) : undefined;
       return part ? part.cells[(i - part.i) * part.columns + j - part.j] : filled.at(head, i, j);
     },
+    /** The mean of a pair's tile, or its own number where there are no tiles. */
+    tile: (head, i, j) => (visible(i, j) ? filled.at(head, i, j) : NaN),
     single: (head, i, j) => !filled.bounds || known(head, i, j) !== undefined,
+    /** Whether every pair of a window has its own number. */
+    allSingle: (head, w) => !filled.bounds || parts[head].some((p) => contains(p, w)),
+    someSingle: (head, w) => !filled.bounds || parts[head].some((p) => overlaps(p, w)),
     onlyTiles: (head) => Boolean(filled.bounds) && !parts[head].length,
     /** The least and the greatest of the tile, once openBounds was awaited. */
     bounds: (head, i, j) => filled.bounds(head, i, j),
@@ -47,6 +52,11 @@ async function openMatrix(layer) {
     },
   };
 }
+
+const contains = (p, w) =>
+  p.i <= w.i && p.j <= w.j && w.i + w.rows <= p.i + p.rows && w.j + w.columns <= p.j + p.columns;
+const overlaps = (p, w) =>
+  p.i < w.i + w.rows && w.i < p.i + p.rows && p.j < w.j + w.columns && w.j < p.j + p.columns;
 
 /** A tensor that is sent as a name is the tensor of that name. */
 function withTwins(description) {

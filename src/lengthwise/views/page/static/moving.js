@@ -4,29 +4,28 @@
 // How few queries and keys can be seen at a time.
 const LEAST = 4;
 
-/** Make the visible part smaller or larger about a pair. */
-function zoom(factor, about) {
-  const layer = mapViews[0]?.layer;
-  if (!layer || !layer.matrix) return;
+/** Make the visible part smaller or larger about a pair: of the map that is acted on, or of the longest. */
+function zoom(factor, about, layer = extent()) {
+  if (!layer || state.what === "profile") return;
   const seen = windowOf(layer);
   const cut = (size, all) => Math.min(all, Math.max(Math.min(LEAST, all), Math.round(size * factor)));
   const [rows, columns] = [cut(seen.rows, layer.queries), cut(seen.columns, layer.keys)];
   const { i, j } = about || cursorOf(layer);
-  show({
-    i: Math.round(i - ((i - seen.i) * rows) / seen.rows),
-    j: Math.round(j - ((j - seen.j) * columns) / seen.columns),
-    rows,
-    columns,
-  });
+  const [up, left] = [Math.round(((i - seen.i) * rows) / seen.rows), Math.round(((j - seen.j) * columns) / seen.columns)];
+  show({ i: i - up, j: j - left, rows, columns }, layer);
 }
 
-function show(wanted) {
-  const layer = mapViews[0]?.layer;
+function show(wanted, layer) {
   const cut = (place, size, all) => Math.min(Math.max(0, place), all - size);
   const { rows, columns } = wanted;
   state.window = { i: cut(wanted.i, rows, layer.queries), j: cut(wanted.j, columns, layer.keys), rows, columns };
   if (rows === layer.queries && columns === layer.keys) state.window = null;
   redrawMaps();
+}
+
+function showWhole() {
+  const all = extent();
+  if (all) show(whole(all), all);
 }
 
 const redrawMaps = onFrame(() => {
@@ -37,7 +36,7 @@ const redrawMaps = onFrame(() => {
 
 /** Put the cursor on a pair, bring it into sight if asked, and tell every part. */
 function moveCursor(i, j, { follow = false, spoken = false } = {}) {
-  const layer = mapViews[0]?.layer;
+  const layer = extent();
   if (!layer) return;
   state.cursor = { i: Math.min(Math.max(0, i), layer.queries - 1), j: Math.min(Math.max(0, j), layer.keys - 1) };
   if (follow && state.window) {
@@ -45,7 +44,7 @@ function moveCursor(i, j, { follow = false, spoken = false } = {}) {
     const into = (place, start, size) => Math.min(Math.max(start, place - size + 1), place);
     const { cursor } = state;
     const moved = { ...seen, i: into(cursor.i, seen.i, seen.rows), j: into(cursor.j, seen.j, seen.columns) };
-    if (moved.i !== seen.i || moved.j !== seen.j) show(moved);
+    if (moved.i !== seen.i || moved.j !== seen.j) show(moved, layer);
   }
   if (spoken) state.speak = true;
   redrawCursor();
@@ -77,7 +76,7 @@ function listen(view) {
   canvas.addEventListener("pointerdown", (event) => {
     fingers.set(event.pointerId, event);
     canvas.setPointerCapture(event.pointerId);
-    grip = { x: event.clientX, y: event.clientY, seen: windowOf(view.layer), moved: false, apart: apart(fingers) };
+    grip = gripOf(view, event, fingers);
   });
   canvas.addEventListener("pointermove", (event) => {
     if (fingers.has(event.pointerId)) fingers.set(event.pointerId, event);
@@ -93,16 +92,24 @@ function listen(view) {
       moveCursor(i, j);
     }
     fingers.delete(event.pointerId);
-    if (!fingers.size) grip = null;
+    // A finger that stays drags from here on, what it did before is done; its lifting is no click.
+    const [rest] = fingers.values();
+    grip = rest ? { ...gripOf(view, rest, fingers), moved: true } : null;
   };
   canvas.addEventListener("pointerup", leave);
   canvas.addEventListener("pointercancel", leave);
   canvas.addEventListener("wheel", (event) => {
     event.preventDefault();
-    zoom(event.deltaY < 0 ? 0.8 : 1.25, pairAt(view, event));
+    zoom(event.deltaY < 0 ? 0.8 : 1.25, pairAt(view, event), view.layer);
   }, { passive: false });
-  canvas.addEventListener("dblclick", () => show(whole(view.layer)));
+  canvas.addEventListener("dblclick", () => show(whole(view.layer), view.layer));
   canvas.addEventListener("keydown", mapKey);
+}
+
+/** Where a hold on the map begins, and what was visible then. */
+function gripOf(view, event, fingers) {
+  const { clientX: x, clientY: y } = event;
+  return { x, y, seen: windowOf(view.layer), moved: false, apart: apart(fingers) };
 }
 
 function drag(view, event, grip) {
@@ -111,7 +118,8 @@ function drag(view, event, grip) {
   grip.moved = true;
   const { seen } = grip;
   const { side } = view.plot;
-  show({ ...seen, i: Math.round(seen.i - (y * seen.rows) / side), j: Math.round(seen.j - (x * seen.columns) / side) });
+  const [i, j] = [seen.i - (y * seen.rows) / side, seen.j - (x * seen.columns) / side].map(Math.round);
+  show({ ...seen, i, j }, view.layer);
 }
 
 function apart(fingers) {
@@ -124,7 +132,8 @@ function pinch(view, fingers, grip) {
   if (!now || !grip.apart) return;
   grip.moved = true;
   const [a, b] = [...fingers.values()];
-  zoom(grip.apart / now, pairAt(view, { clientX: (a.clientX + b.clientX) / 2, clientY: (a.clientY + b.clientY) / 2 }));
+  const middle = { clientX: (a.clientX + b.clientX) / 2, clientY: (a.clientY + b.clientY) / 2 };
+  zoom(grip.apart / now, pairAt(view, middle), view.layer);
   grip.apart = now;
 }
 
@@ -137,7 +146,7 @@ function mapKey(event) {
     Home: [i, 0], End: [i, i], PageUp: [i - 100, j], PageDown: [i + 100, j],
   };
   const [closer, further] = [() => zoom(0.5), () => zoom(2)];
-  const works = { "+": closer, "=": closer, "-": further, "−": further, 0: () => show(whole(mapViews[0]?.layer)) };
+  const works = { "+": closer, "=": closer, "-": further, "−": further, 0: showWhole };
   if (moves[event.key]) moveCursor(...moves[event.key], { follow: true, spoken: true });
   else if (works[event.key]) works[event.key]();
   else if (event.key === "Enter" || event.key === " ") (state.held = !state.held), noteMap();

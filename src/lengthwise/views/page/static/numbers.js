@@ -1,5 +1,5 @@
 "use strict";
-// Arrays as numbers.py packs them: base64, deflated, bytes of equal weight side by side, perhaps second differences.
+// Arrays as payload.py packs them: base64, deflated, bytes of equal weight side by side, perhaps second differences.
 
 const unpacked = new WeakMap();
 

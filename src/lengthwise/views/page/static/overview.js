@@ -23,7 +23,7 @@ function drawOverview() {
         row = one.layer;
         grid.append(make("span", { className: "label row" }, `${row.layer + 1} ${row.label}`.trim()));
       }
-      const button = headButton(side, one);
+      const button = headButton(one);
       if (alone) button.append(make("span", { className: "label" }, `Head ${one.head + 1}`));
       grid.append(button);
     }
@@ -37,9 +37,9 @@ function drawOverview() {
   markHead();
 }
 
-function headButton(side, { layer, head, measure }) {
+function headButton({ layer, head, measure }) {
   const canvas = make("canvas");
-  const scale = scaleFor(side, layer, head);
+  const scale = scaleFor(layer, head);
   if (layer.matrix) {
     const { rows, columns, value } = small(layer, head);
     paint(canvas, columns, rows, scale, value);

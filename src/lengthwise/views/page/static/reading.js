@@ -90,7 +90,7 @@ function reading(side, what) {
 function meanCell(side) {
   const { mean, spread } = meanAt(currentLayer(side), distanceOf(side)) || { mean: NaN };
   if (Number.isNaN(mean)) return make("td", {}, "–");
-  return valueCell("mean", mean, formatNumber(mean), spread ? `± ${formatNumber(spread, 2)}` : "");
+  return valueCell("mean", mean, formatNumber(mean, 3), spread ? `± ${formatNumber(spread, 2)}` : "");
 }
 
 function speak(sides) {
@@ -115,6 +115,7 @@ function drawTokens() {
     return state.sides.length > 1 ? make("div", {}, make("h3", {}, nameOf(side)), block) : block;
   });
   find("tokens").replaceChildren(...blocks);
+  search();
 }
 
 /** Bring the query's token into sight, inside the box of the text alone. */
@@ -124,14 +125,17 @@ function scrollToQuery() {
   if (span) box.scrollTop = Math.max(0, span.offsetTop - box.offsetTop - box.clientHeight / 2);
 }
 
+/** The view that a side's text is shaded by: the weights, or what there is. */
+const shadedBy = (side) => ["weights", state.what, "scores", "bias"].find((what) => side.reads?.[what]);
+
 /** How strongly the query sees each key: the weights, or the softmax over the row of what there is. */
 function sharesOf(side) {
-  const reads = side.reads || {};
-  const layer = reads.weights || reads[state.what] || reads.scores || reads.bias;
-  if (!layer) return null;
+  const what = shadedBy(side);
+  if (!what) return null;
+  const layer = side.reads[what];
   const { i } = cursorOf(layer);
   const row = Float64Array.from({ length: layer.keys }, (_, j) => layer.matrix.at(state.head, i, j));
-  if (layer === side.reads.weights) return row;
+  if (what === "weights") return row;
   const top = row.reduce((a, b) => (b > a ? b : a), -Infinity);
   const weights = row.map((x) => (Number.isNaN(x) ? NaN : Math.exp(x - top)));
   const sum = weights.reduce((a, b) => a + (Number.isNaN(b) ? 0 : b), 0);
@@ -168,15 +172,18 @@ function drawShades() {
 const DEEPEST = 1.58;
 
 function noteText() {
-  const side = state.sides[0];
-  const layer = currentLayer(side);
-  if (!layer) return;
-  const { i } = cursorOf(layer);
-  const reads = side.reads || {};
-  const read = reads.weights || reads[state.what];
-  const from = reads.weights ? "weights of attention" : `softmax of the row's ${state.what}`;
-  const pooled = read && !read.matrix.single(state.head, i, 0) ? `, means of ${read.pool} × ${read.pool} pairs` : "";
-  find("text-note").textContent = `Seen from query ${i}: ${from}${pooled}. Click a token to look from there.`;
+  const side = state.sides.find((each) => currentLayer(each) && shadedBy(each));
+  const click = state.sides.some((each) => snapshotOf(each).tokens) ? " Click a token to look from there." : "";
+  if (!side) {
+    find("text-note").textContent = `Not shaded: this page has no number for each query and key here.${click}`;
+    return;
+  }
+  const what = shadedBy(side);
+  const read = side.reads[what];
+  const { i } = cursorOf(read);
+  const from = what === "weights" ? "weights of attention" : `softmax of the row's ${what}`;
+  const pooled = read.matrix.single(state.head, i, 0) ? "" : `, means of ${read.pool} × ${read.pool} pairs`;
+  find("text-note").textContent = `Seen from query ${i}: ${from}${pooled}.${click}`;
 }
 
 /** Mark the tokens that contain the search words, and go to the next one after the query. */

@@ -14,7 +14,7 @@ const state = {
   order: "place",
   log: false,
 };
-// A side is { model, snapshot } and, once opened, its layers of the present view with a colour range for each head.
+// A side is { model, snapshot } and, once opened, its layers of the present view.
 
 const snapshotOf = (side) => state.models[side.model].snapshots[side.snapshot];
 const nameOf = (side) => {
@@ -31,42 +31,40 @@ const currentLayer = (side) => (side.layers || []).find((one) => one.layer === s
 async function openSides() {
   for (const side of state.sides) {
     side.layers = await Promise.all(layersOf(side).map(openLayer));
-    side.ranges = side.layers.map((layer) => Array.from({ length: layer.heads }, (_, head) => rangeOf(layer, head)));
   }
 }
 
 const ranges = new WeakMap();
 
-/** The least and the greatest number that is drawn of a head. */
-function rangeOf(layer, head) {
+/** The least and the greatest number of a head: of its single cells, or of its tiles' means as in the figures. */
+function rangeOf(layer, head, single) {
+  if (single || layer.pool === 1) return layer.range[head];
   if (!ranges.has(layer)) ranges.set(layer, []);
   const known = ranges.get(layer);
-  if (known[head]) return known[head];
-  let [low, high] = [Infinity, -Infinity];
-  const add = (value) => {
-    if (value < low) low = value;
-    if (value > high) high = value;
-  };
-  // Tiles are all drawn, as in the figures; of a described form some are, and the profile has the rest.
-  if (layer.matrix) eachDrawn(layer, head, add);
-  if (!layer.isTiled) layer.profile.mean(head).forEach(add);
-  known[head] = [low, high];
+  known[head] ||= tileRange(layer, head);
   return known[head];
 }
 
-/** The numbers of a small picture of a head: every tile, or of a described form some hundred rows and columns. */
-function eachDrawn(layer, head, add) {
+function tileRange(layer, head) {
   const { rows, columns, value } = small(layer, head);
-  for (let y = 0; y < rows; y++) for (let x = 0; x < columns; x++) add(value(y, x));
+  let [low, high] = [Infinity, -Infinity];
+  for (let y = 0; y < rows; y++) {
+    for (let x = 0; x < columns; x++) {
+      const mean = value(y, x);
+      if (mean < low) low = mean;
+      if (mean > high) high = mean;
+    }
+  }
+  return [low, high];
 }
 
 const SMALL = 96;
 
-/** A head in small: how many rows and columns, and the number of each. Both ends are always among them. */
+/** A head in small: its tiles, or of a described form some rows and columns, both ends among them. */
 function small(layer, head) {
   const { queries, keys, pool, matrix } = layer;
   if (pool > 1 || layer.isTiled || (queries <= SMALL && keys <= SMALL)) {
-    const value = (y, x) => matrix.at(head, Math.min(y * pool + pool - 1, queries - 1), x * pool);
+    const value = (y, x) => matrix.tile(head, Math.min(y * pool + pool - 1, queries - 1), x * pool);
     return { rows: Math.ceil(queries / pool), columns: Math.ceil(keys / pool), value };
   }
   const [rows, columns] = [Math.min(SMALL, queries), Math.min(SMALL, keys)];
@@ -75,11 +73,18 @@ function small(layer, head) {
 }
 
 /** The colours of a head: its own range, or that of all heads on the page; weights by their logarithm. */
-function scaleFor(side, layer, head) {
+function scaleFor(layer, head, single = false) {
   const log = state.what === "weights";
-  if (!state.shared) return scaleOf(...rangeOf(layer, head), log);
-  const all = state.sides.flatMap((each) => each.ranges.flat());
+  if (!state.shared) return scaleOf(...rangeOf(layer, head, single), log);
+  const all = state.sides.flatMap(sharedRanges);
   return scaleOf(Math.min(...all.map((range) => range[0])), Math.max(...all.map((range) => range[1])), log);
+}
+
+/** The range of every head of a side, by single cells where there are some or a server has them. */
+function sharedRanges(side) {
+  const every = (layer) => Array.from({ length: layer.heads }, (_, head) => head);
+  const single = (layer, head) => Boolean(snapshotOf(side).look) || head in layer.detail;
+  return side.layers.flatMap((layer) => every(layer).map((head) => rangeOf(layer, head, single(layer, head))));
 }
 
 /** How much a head's mean falls whenever the distance doubles: least squares against the logarithm of 1 + distance. */
