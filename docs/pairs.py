@@ -29,6 +29,8 @@ if __name__ == "__main__":
     parser.add_argument("second", help="the one that it is compared with")
     options = parser.parse_args()
     table = stored_table(options.study)
+    if unknown := [name for name in (options.first, options.second) if name not in table.names]:
+        parser.error(f"{options.study} has {', '.join(table.names) or 'no records'}; got {', '.join(unknown)}")
     for length in table.lengths:
         value, interval = table.difference(options.first, options.second, length)
         seeds = table.paired_seeds(options.first, options.second, length)

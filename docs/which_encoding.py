@@ -129,11 +129,12 @@ def page(studies: dict[str, dict], tasks: dict) -> str:
     answers += _missing(studies, judged)
     head = ["encoding", *(f"{text}: nats above best" for text in texts), *(f"{text}: rise" for text in texts), "beyond"]
     reports = ", ".join(f"[{STUDIES[name]}](results/{name}/report.md)" for name in studies)
+    stored = {STUDIES[name]: study for name, study in studies.items()} | {"The tasks": tasks}
     origin = (
         f"In brackets the intervals; the rise is at {far:,} tokens, a mean over seeds. Nats are per token of each "
         "text's own tokenizer, so the order is by the mean place on the texts. "
         f"The reports, with speed, memory, bits per byte and every command: {reports}. "
-        f"{_versions(studies)}This page is written by `make table`."
+        f"{_versions(stored)}This page is written by `make table`."
     )
     limits = (
         "These studies cannot say whether the same is true of larger models and more text (the paper's results with "
@@ -232,10 +233,10 @@ def _missing(studies: dict[str, dict], judged: list[Judged]) -> list[str]:
 
 
 def _versions(studies: dict[str, dict]) -> str:
-    others = {STUDIES[name]: study.get("of_another_version") for name, study in studies.items()}
+    others = {title: study.get("of_another_version") for title, study in studies.items()}
     return "".join(
-        f"{text} was measured with Lengthwise {version}, which is not this version. "
-        for text, version in others.items()
+        f"{title}: measured with Lengthwise {version}, which is not this version. "
+        for title, version in others.items()
         if version is not None
     )
 

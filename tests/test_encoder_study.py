@@ -51,14 +51,14 @@ def test_one_report_has_masked_loss_and_retrieval_by_length(tmp_path, in_process
     trained, _ = in_process
     retrieval_folder(tmp_path / "set")
     hypotheses = {"alibi": {"ndcg_at_least": -1.0}, "learned": {"length_at_most": 32, "ndcg_below": 0.0}}
-    config = encoders(tmp_path, paper="mldr-en", hypotheses=hypotheses)
+    config = encoders(tmp_path, paper="mldr-en", lengths=[32, 256], hypotheses=hypotheses)
     said = run_study(config)
     assert trained == ["alibi-1337", "learned-1337", "alibi-1337-retrieval", "learned-1337-retrieval"]
     assert "nDCG@10" in said
     page = (tmp_path / "out/report.html").read_text()
     for words in ("Pseudo-perplexity by length", "Retrieval by length", "Change of retrieval with length", "BM25"):
         assert words in page, words
-    for words in ("nDCG@10 of documents of 64 tokens differs", "refused by: learned", "nDCG@10 above alibi"):
+    for words in ("nDCG@10 of documents of 256 tokens differs", "refused by: learned", "nDCG@10 above alibi"):
         assert words in (tmp_path / "out/report.md").read_text(), words
     for name in ("losses", "contrastive", "retrieval"):
         assert (tmp_path / f"out/{name}.png").is_file(), name
@@ -73,7 +73,7 @@ def test_one_report_has_masked_loss_and_retrieval_by_length(tmp_path, in_process
     assert "--objective contrastive" in (tmp_path / "out/report.md").read_text()
     assert {score["name"] for score in content["retrieval"]} == {"BM25", *trained[2:]}
     refused = [score for score in content["retrieval"] if score["refused"]]
-    assert [(score["name"], score["length"]) for score in refused] == [("learned-1337-retrieval", 64)]
+    assert [(score["name"], score["length"]) for score in refused] == [("learned-1337-retrieval", 256)]
     run_study(config)
     assert len(trained) == 4, "nothing is trained twice"
     answers = tmp_path / "set/qrels/test.tsv"

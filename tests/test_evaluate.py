@@ -13,6 +13,7 @@ import pytest
 import torch
 from matplotlib.legend import Legend
 from model_kit import CASES, loud_model
+from rounding import EPS
 from tokenizers.processors import TemplateProcessing
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
@@ -22,10 +23,11 @@ from lengthwise.evaluate import Evaluation, Interval, LengthTable, Score, read_c
 from lengthwise.evaluate import memory as memory_module
 from lengthwise.evaluate import table as table_module
 from lengthwise.evaluate.corpus import PROTOCOLS, plan_text_windows
-from lengthwise.evaluate.losses import token_losses
+from lengthwise.evaluate.losses import plan_lengths, token_losses
 from lengthwise.evaluate.memory import bytes_needed, fitting_chunk
 from lengthwise.evaluate.statistics import t_interval
 from lengthwise.evaluate.table import control_figure, length_figure, rise_figure
+from lengthwise.evaluate.tasks import score_task
 from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.model.families import max_length
 from lengthwise.model.stretch import stretching
@@ -252,6 +254,34 @@ def test_memory_chooses_the_chunk_and_refuses_with_the_bytes(text, monkeypatch):
     assert "bytes, but needs" in scores[0].refused
 
 
+def test_no_more_windows_go_together_than_memory_has_room_for(text, monkeypatch):
+    model, passed = small(), []
+    model.register_forward_pre_hook(lambda _, args: passed.append(len(args[0])))
+    model.transformer.register_forward_pre_hook(lambda _, args: passed.append(len(args[0])))
+    tokenizer = load_tokenizer("bytes")
+    (plan,) = plan_lengths(model, len(text), [16], windows=11)
+    assert plan.batch == 8192 // 16
+
+    def measured():
+        passed.clear()
+        (score,) = score_lengths(model, text, [16], name="m", windows=11)
+        (task,) = score_task(model, tokenizer, "copy", [16], name="m", count=11)
+        return score.nats, task.tokens, max(passed)
+
+    nats, right, most = measured()
+    assert most == len(plan.plan.windows) == 44
+    need = bytes_needed(model, length=17, scored=plan.plan.windows[0].scored)
+    monkeypatch.setattr(memory_module, "total_bytes", lambda: 2 * 3 * need)
+    (plan,) = plan_lengths(model, len(text), [16], windows=11)
+    assert plan.batch == 3
+    assert plan.bytes <= 3 * need
+    fewer, right_of_fewer, most = measured()
+    assert most == 3
+    assert right_of_fewer == right
+    # A sum of some losses, each of logits that are sums of 24 numbers.
+    assert fewer == pytest.approx(nats, rel=64 * EPS)
+
+
 def test_what_several_processes_do_not_share_is_said(monkeypatch, caplog):
     caplog.set_level("INFO")
     monkeypatch.setattr(memory_module, "sharing_processes", lambda: 4)
@@ -455,6 +485,12 @@ def test_seeds_are_paired_by_their_number_and_two_or_more_have_an_interval_by_st
     assert value == pytest.approx(0.9), "of seed 3 alone"
     assert interval == pytest.approx((0.9, 0.9)), "over documents, all of which differ alike"
     assert "95 % intervals by Student's t over 2 to 3 seeds, of one score over documents" in table.notes()
+    other = [
+        dataclasses.replace(score, targets=str(score.length)) for score in table.scores if score.name.startswith("a")
+    ]
+    assert LengthTable(other, rows={f"a-{seed}": ("a", seed) for seed in (1, 2, 3)}).rises("a", 16, 8) == {}
+    assert table.holds("a").length == 8
+    assert seeded({("a", 1): {8: 2.0, 16: 2.07}, ("a", 2): {8: 2.0, 16: 2.0}}).holds("a").length == 16, "the mean does"
     apart = seeded({("a", 1): {8: 2.0}, ("b", 2): {8: 2.0}})
     with pytest.raises(ValueError, match="with the same seed"):
         apart.difference("a", "b", 8)

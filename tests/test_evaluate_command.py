@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from model_kit import loud_model
 from rounding import EPS
 from train_kit import in_processes
@@ -17,6 +18,7 @@ import lengthwise as lw
 from lengthwise.cli import main
 from lengthwise.data import load_tokenizer
 from lengthwise.evaluate import memory, run
+from lengthwise.runs import begin, seal
 
 ROOT = Path(__file__).parents[1]
 
@@ -189,6 +191,39 @@ def test_a_model_that_cannot_be_evaluated_is_refused(folder, tmp_path):
     ):
         with pytest.raises(SystemExit, match="expected a trained causal language model.*" + words):
             evaluate(folder, source, "--lengths", "20")
+
+
+def trained_run(folder: Path, **config: object) -> str:
+    folder.mkdir()
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    partial = begin(folder / "final")
+    saved(loud_model("rope", vocab_size=257, n_positions=37), partial)
+    seal(partial, {})
+    return str(folder)
+
+
+def test_text_that_a_run_was_trained_on_is_no_held_out_text_of_it(folder, tmp_path, capsys):
+    text, other = folder / "text.txt", tmp_path / "other.txt"
+    # Too short for a window in the twentieth that is held out of it.
+    other.write_text(text.read_text()[:300])
+    whole = trained_run(tmp_path / "whole", data=str(text), held_out=str(other))
+    words = rf"must be text that whole was not trained on, got .*; give --text {re.escape(str(other))}"
+    with pytest.raises(SystemExit, match=words):
+        evaluate(folder, whole, "--lengths", "20")
+    plain = trained_run(tmp_path / "plain", data=str(text), held_out=None)
+    evaluate(folder, plain, "--lengths", "20")
+    evaluate(folder, whole, plain, "--lengths", "20", "--text", str(other))
+    assert f"text: {other}; " in capsys.readouterr().out
+    both = trained_run(tmp_path / "both", data=str(other), held_out=None)
+    with pytest.raises(SystemExit, match="one token more than the longest length"):
+        evaluate(folder, whole, both, "--lengths", "20", "--text", str(other))
+
+
+def test_tasks_that_a_model_cannot_take_are_json_of_every_reader(folder, tmp_path):
+    evaluate(folder, str(folder / "rope"), "--lengths", "5", "--tasks", "copy", "--out", str(tmp_path))
+    (score,) = json.loads((tmp_path / "tasks.json").read_text(), parse_constant=pytest.fail)
+    assert score["tokens"] is None
+    assert "no example of 5 tokens" in score["refused"]
 
 
 def test_a_figure_that_cannot_be_drawn_leaves_the_scores(folder, tmp_path, capsys):

@@ -28,7 +28,7 @@ from lengthwise.data.retrieval import (
     training_pairs,
 )
 from lengthwise.data.tokenizers import load_tokenizer, with_start_token
-from lengthwise.evaluate import masked
+from lengthwise.evaluate import masked, memory
 from lengthwise.evaluate.corpus import Corpus
 from lengthwise.evaluate.masked import EVERY, masked_places, score_masked_lengths
 from lengthwise.evaluate.ranking import bm25, rank_metrics
@@ -155,6 +155,14 @@ def seed_score(name: str, length: int, *ndcg: float) -> RetrievalScore:
     return RetrievalScore(name, length, "set", 9, groups, list(ndcg), list(ndcg), list(ndcg))
 
 
+def test_a_name_that_comes_twice_in_a_table_is_refused():
+    with pytest.raises(ValueError, match="names and seeds must differ in one table, got 'rope' twice at length 16"):
+        RetrievalTable([seed_score("rope", 16, 0.5), seed_score("rope", 16, 0.6)])
+    rows = {"rope-1": ("rope", 1), "rope-2": ("rope", 1)}
+    with pytest.raises(ValueError, match="got 'rope-2' twice"):
+        RetrievalTable([seed_score("rope-1", 16, 0.5), seed_score("rope-2", 16, 0.6)], rows=rows)
+
+
 def test_intervals_of_several_seeds_are_by_student_s_t_over_them():
     values = {"rope": [(0.5, 0.2), (0.6, 0.5), (0.7, 0.5)], "alibi": [(0.4, 0.4), (0.5, 0.4), (0.9, 0.6)]}
     scores = [
@@ -171,7 +179,7 @@ def test_intervals_of_several_seeds_are_by_student_s_t_over_them():
     assert value == pytest.approx(0)
     assert interval == pytest.approx(t_interval([0.1, 0.1, -0.2])), "seed by seed"
     assert table.difference("rope", "BM25", 16)[1] == pytest.approx(t_interval([0.1, 0.2, 0.3]))
-    assert table.interval("BM25", 16) == bootstrap([words.sums()]), "one score has an interval over queries"
+    assert table.interval("BM25", 16) == bootstrap(words.sums()), "one score has an interval over queries"
     assert "by Student's t over seeds" in table.notes()[0]
     assert "over groups of queries" in RetrievalTable([words]).notes()[0]
     apart = RetrievalTable([scores[0], scores[-2]], rows={"rope-0": ("rope", 0), "alibi-2": ("alibi", 2)})
@@ -338,6 +346,18 @@ def test_pseudo_perplexity_is_of_the_same_masked_tokens_at_every_length():
     assert scores[0][1].loss == pytest.approx(total / places.size, rel=1e-5)
     with pytest.raises(ValueError, match="one token more than the longest length, 501, got 400"):
         score_masked_lengths(model, corpus, [500], mask=2, name="x")
+
+
+def test_no_more_windows_of_an_encoder_go_together_than_memory_has_room_for(monkeypatch):
+    model, passed = loud_encoder("alibi"), []
+    model.base_model.register_forward_pre_hook(lambda _, args: passed.append(len(args[0])))
+    (whole,) = score_masked_lengths(model, made_corpus(), [16], mask=2, name="x", windows=7)
+    assert passed == [7]
+    need = memory.bytes_needed(model, length=16, scored=16)
+    monkeypatch.setattr(memory, "total_bytes", lambda: 2 * 3 * need)
+    (parts,) = score_masked_lengths(model, made_corpus(), [16], mask=2, name="x", windows=7)
+    assert passed[1:] == [3, 3, 1]
+    assert parts.nats == pytest.approx(whole.nats, rel=1e-5)
 
 
 def test_windows_of_an_encoder_begin_and_end_as_its_texts_do_and_special_tokens_are_not_predicted():

@@ -191,14 +191,16 @@ def test_the_page_on_which_encoding_to_use_says_only_what_the_intervals_of_all_t
     # A text with other seeds, without two of the encodings, of another version, and on which nothing was chosen.
     other = study(row("rope", behind, broken, seeds=1), best, row("alibi", behind, [0, 0.01]), rescored, is_test=True)
     studies["full-wikipedia"] = other | {"of_another_version": "0.0.9"}
-    page = " ".join(write(studies, {"tasks": tasks, "seeds": [1], "rows": [starved]}).split())
+    of_tasks = {"tasks": tasks, "seeds": [1], "rows": [starved], "of_another_version": "0.0.8"}
+    page = " ".join(write(studies, of_tasks).split())
     assert "Wikipedia: by Student's t over 3 seeds, of one score over documents)" in page
     assert "chosen on Python's library; nothing was chosen on Wikipedia." in page
     assert "**Not measured on Wikipedia so far**, so judged without it" in page
     assert "and no best of it: kerple, learned and none." in page
     assert "| kerple | +1.000 (+0.900 to +1.100) | - | " in page
     assert "% (+1.0% to +2.9%) | - | holds |" in page
-    assert "Wikipedia was measured with Lengthwise 0.0.9, which is not this version." in page
+    assert "Wikipedia: measured with Lengthwise 0.0.9, which is not this version." in page
+    assert "The tasks: measured with Lengthwise 0.0.8, which is not this version." in page
     assert "Nats are per token of each text's own tokenizer" in page
     assert "| task | learned at 64 | still at 128 | still at 256 | | --- | --- | --- | --- |" in page
     assert "| copy | cable, rope | cable | - |" in page, "one that lost it does not get it back"
@@ -838,7 +840,8 @@ def test_another_study_stands_beside_with_values_ranks_and_rises(tmp_path, in_pr
     other["rows"] += [{"encoding": name, "values": {"32": 7.0, "64": None}} for name in ("alibi", "rope")]
     settings = {"data": str(tmp_path / "corpus.txt"), "tokenizer": "bytes", "objective": "causal"}
     protocol = "perplexity; fair: the same 160 tokens at every length, each after at least three quarters of it"
-    other |= {"metric": "perplexity", "train_length": 32, "settings": settings, "notes": [protocol]}
+    born = {"versions": {"lengthwise": lengthwise.__version__}}
+    other |= {"metric": "perplexity", "train_length": 32, "settings": settings, "notes": [protocol], "born": born}
 
     def beside(**changes):
         (tmp_path / "study.json").write_text(json.dumps(other | changes))
@@ -859,6 +862,8 @@ def test_another_study_stands_beside_with_values_ranks_and_rises(tmp_path, in_pr
     assert section["table"][1][2].endswith(" / +20.0%"), "a mean over seeds"
     assert section["paragraphs"][1].startswith("Ranks and rises only, since values of other tokens are not compared")
     assert section["paragraphs"][1].endswith(": tokenizer bytes / gpt2.")
+    section = beside(born={"versions": {"lengthwise": "0.0.9"}})
+    assert section["paragraphs"][1] == "There was measured with Lengthwise 0.0.9, which is not this version."
     section = beside(notes=["perplexity; paper"], rows=[{"encoding": "none", "values": {"32": 9.0, "128": 18.0}}])
     assert section["table"][0] == ["here / there", "rank", "rise at 64"]
     assert section["paragraphs"][1].endswith(f"lengths 32 to 64 / 32 to 128; protocol {protocol} / perplexity; paper.")

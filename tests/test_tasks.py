@@ -1,5 +1,6 @@
 """Tasks: every example is right, of the length that was asked for, and scored as greedy decoding would be."""
 
+import time
 from dataclasses import replace
 from itertools import islice
 
@@ -8,6 +9,7 @@ import torch
 from model_kit import loud_model
 
 from lengthwise.data import documents, load_tokenizer
+from lengthwise.evaluate import tasks as evaluate_tasks
 from lengthwise.evaluate.tasks import score_task, sized_examples, task_notes, task_rows
 from lengthwise.tasks import DIGITS, TASKS, examples
 
@@ -47,7 +49,21 @@ def test_every_answer_is_right_and_no_example_is_too_long(name, extra):
         assert example.answer
         size = len(example.prompt) + len(example.answer)
         # A sentence of filler, a pair, two digits and a sum's last one: what may be missing at most.
-        assert length - 22 <= size <= length or name == "recall"
+        assert size <= length
+        assert length - 22 <= size or name == "recall"
+
+
+@pytest.mark.parametrize("name", ["addition", "parity", "passkey"])
+def test_examples_are_right_at_a_length_of_books_and_take_no_time_that_grows_with_its_square(name):
+    began = time.process_time()
+    (example,) = examples(name, length=400_000, count=1)
+    # Far from a second where the time grows with the length, and some or minutes where it grows with its square.
+    assert time.process_time() - began < 2
+    assert 399_978 <= len(example.prompt) + len(example.answer) <= 400_000
+    if name == "parity":
+        assert example.answer[-1] == str(example.prompt.count("1") % 2)
+    else:
+        assert example.answer == answer(name, example.prompt)
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
@@ -125,6 +141,18 @@ def test_examples_fill_a_length_in_the_tokens_of_the_model_and_never_exceed_it(t
         if task == "passkey":
             answers = [tokenizer.decode(row.tokens[len(row.tokens) - row.scored :]) for row in rows]
             assert all(answer.strip().isdigit() for answer in answers)
+
+
+def test_examples_are_drawn_once_where_a_token_is_a_character(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        evaluate_tasks, "examples", lambda *args, **options: drawn.append(1) or examples(*args, **options)
+    )
+    rows = sized_examples(load_tokenizer("bytes"), "copy", length=40, count=3, seed=5)
+    assert [bytes(row.tokens).decode() for row in rows] == [
+        example.prompt + example.answer for example in examples("copy", length=40, count=3, seed=5)
+    ]
+    assert len(drawn) == 1
 
 
 def test_recall_has_as_many_names_as_fill_its_length():

@@ -84,7 +84,7 @@ class Run:
     @property
     def checkpoints(self) -> list[Path]:
         """The checkpoints that are complete, oldest first."""
-        return sorted(path for path in (self.folder / CHECKPOINTS).glob("step-*") if is_sealed(path))
+        return _sealed_checkpoints(self.folder)
 
     @property
     def final(self) -> Path:
@@ -292,13 +292,13 @@ class RunWriter:
         """Complete a checkpoint, and remove all but the last `keep`."""
         os.fsync(self._metrics.fileno())
         seal(partial, note)
-        for old in self._checkpoints()[:-keep]:
+        for old in _sealed_checkpoints(self.folder)[:-keep]:
             discard(old)
 
     def newest_checkpoint(self) -> tuple[Path, dict[str, Any]] | None:
         """The newest checkpoint that is not damaged, with its note; damaged ones are logged and renamed."""
         damaged = None
-        for path in reversed(self._checkpoints()):
+        for path in reversed(_sealed_checkpoints(self.folder)):
             try:
                 return path, read_seal(path)
             except ValueError as error:
@@ -321,5 +321,6 @@ class RunWriter:
         discard(self.folder / FINAL)
         seal(partial, note)
 
-    def _checkpoints(self) -> list[Path]:
-        return sorted(path for path in (self.folder / CHECKPOINTS).glob("step-*") if is_sealed(path))
+
+def _sealed_checkpoints(folder: Path) -> list[Path]:
+    return sorted(path for path in (folder / CHECKPOINTS).glob("step-*") if is_sealed(path))

@@ -18,7 +18,8 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import count, cycle, islice
+from itertools import accumulate, count, cycle, islice
+from operator import xor
 from string import ascii_lowercase
 
 from lengthwise.errors import check_int
@@ -84,8 +85,9 @@ def _passkey(rng: random.Random, length: int, depth: float | None) -> Example:
     needle, question = f"The key is {key}. ", "What is the key? The key is "
     room = length - len(needle) - len(question) - DIGITS
     sentences: list[str] = []
-    while sum(map(len, sentences)) <= room:
+    while room >= 0:
         sentences.append(rng.choice(FILLER))
+        room -= len(sentences[-1])
     # The last sentence did not fit.
     del sentences[-1]
     place = round(depth * len(sentences))
@@ -117,13 +119,17 @@ def _spelled(number: int, letters: int) -> str:
 def _addition(rng: random.Random, length: int, depth: float | None) -> Example:
     digits = (length - len("addition:+=") - 1) // 3
     first, second = ("".join(rng.choices("0123456789", k=digits)) for _ in range(2))
-    total = int(first[::-1]) + int(second[::-1])
-    return Example(f"addition:{first}+{second}=", f"{total:0{digits}d}"[::-1])
+    carry, total = 0, ""
+    # Digit by digit: Python turns no text of more than 4,300 digits into a number.
+    for one, other in zip(first, second, strict=True):
+        carry, digit = divmod(int(one) + int(other) + carry, 10)
+        total += str(digit)
+    return Example(f"addition:{first}+{second}=", total + "1" * carry)
 
 
 def _parity(rng: random.Random, length: int, depth: float | None) -> Example:
     bits = rng.choices((0, 1), k=(length - len("parity:=")) // 2)
-    odd = [sum(bits[: place + 1]) % 2 for place in range(len(bits))]
+    odd = accumulate(bits, xor)
     return Example(f"parity:{''.join(map(str, bits))}=", "".join(map(str, odd)))
 
 

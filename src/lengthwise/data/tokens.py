@@ -15,9 +15,9 @@ Machines without a common disk can read prepared tokens from a token store, such
 checked by its checksums, and mapped into memory there, which no remote file can be.
 
 The order is a function of seed and step alone, however many processes there are. The row of tokens is cut into
-sequences of `length`, each starting with the last token of the one before, so that every token but the first is
-predicted once an epoch. Each epoch has its own shuffle. A position in the data is a number of sequences; there is no
-other state.
+sequences of `length`, each starting with the last token of the one before, so that a token is predicted once an epoch,
+but for the first and for those at the end that fill no sequence. Each epoch has its own shuffle. A position in the data
+is a number of sequences; there is no other state.
 """
 
 import fcntl

@@ -33,7 +33,7 @@ from lengthwise.encodings import PositionError
 from lengthwise.errors import check_int
 from lengthwise.evaluate.config import Protocol
 from lengthwise.evaluate.corpus import Corpus, TextWindow, TextWindowPlan, plan_text_windows
-from lengthwise.evaluate.memory import BATCH_TOKENS, LOGIT_ROWS, bytes_needed, fitting_chunk, length_dependent, sharing
+from lengthwise.evaluate.memory import LOGIT_ROWS, bytes_needed, fitting_batch, fitting_chunk, length_dependent, sharing
 from lengthwise.evaluate.progress import Progress, work
 from lengthwise.evaluate.score import Score
 from lengthwise.model import LengthwiseForCausalLM
@@ -56,6 +56,8 @@ class LengthPlan:
 
     plan: TextWindowPlan
     chunk: int | None = None
+    batch: int = 1
+    """How many windows go through the model together."""
     every_place: bool = False
     """Whether the loss is wanted at every place of the windows."""
     bytes: int = 0
@@ -142,9 +144,9 @@ def plan_lengths(
             if every and not isinstance(model, LengthwiseForCausalLM):
                 # Logits of a whole window would not fit; those of a chunk do.
                 part = min(part or LOGIT_ROWS, LOGIT_ROWS)
-            batch = max(1, BATCH_TOKENS // length)
+            batch = fitting_batch(model, length=length, scored=scored, chunk=part, processes=processes)
             need = bytes_needed(model, length=length, scored=scored, batch=batch, chunk=part, processes=processes)
-            plans.append(LengthPlan(plan, part, every, need))
+            plans.append(LengthPlan(plan, part, batch, every, need))
         except (PositionError, MemoryError, NotImplementedError) as error:
             plans.append(LengthPlan(plan, refused=str(error)))
     return plans
@@ -212,12 +214,11 @@ def _losses(
     model: PreTrainedModel, corpus: Corpus, planned: LengthPlan, progress: Progress
 ) -> list[list[NDArray[np.float64]]]:
     """The losses of each window in turn; windows with as many scored tokens go through the model together."""
-    at_once = max(1, BATCH_TOKENS // planned.length)
     losses = []
     for scored, group in groupby(planned.plan.windows, lambda window: window.scored):
         alike = list(group)
-        for first in range(0, len(alike), at_once):
-            batch = alike[first : first + at_once]
+        for first in range(0, len(alike), planned.batch):
+            batch = alike[first : first + planned.batch]
             tokens = _stacked(corpus, batch).to(model.device)
             wanted = planned.length if planned.every_place else scored
             nats = token_losses(model, tokens, scored=wanted, chunk=planned.chunk)

@@ -21,7 +21,7 @@ from lengthwise.encodings import PositionError
 from lengthwise.errors import check_int
 from lengthwise.evaluate.corpus import Corpus, check_enough_text
 from lengthwise.evaluate.losses import checked_lengths
-from lengthwise.evaluate.memory import BATCH_TOKENS, bytes_needed, memory_of
+from lengthwise.evaluate.memory import bytes_needed, fitting_batch, memory_budget
 from lengthwise.evaluate.score import Score
 from lengthwise.model import LengthwiseForMaskedLM
 from lengthwise.model.families import check_length
@@ -109,7 +109,7 @@ def _masked_losses(
     around: tuple[list[int], list[int]],
 ) -> NDArray[np.float64]:
     """The loss of every target, (window, target); what is not predicted is not masked."""
-    at_once, losses = max(1, BATCH_TOKENS // length), []
+    at_once, losses = fitting_batch(model, length=length, scored=length), []
     for first in range(0, len(centres), at_once):
         begins = centres[first : first + at_once] - length // 2
         text = torch.from_numpy(np.stack([corpus.tokens[b : b + length] for b in begins]))
@@ -146,7 +146,7 @@ def masked_token_losses(model: PreTrainedModel, read: Tensor, places: Tensor, la
 
 def _check_memory(model: PreTrainedModel, length: int) -> None:
     """An error where a window does not fit in half of the memory: an encoder reads it whole."""
-    need, budget = bytes_needed(model, length=length, scored=length), memory_of(model) // 2
+    need, budget = bytes_needed(model, length=length, scored=length), memory_budget(model)
     if need > budget:
         raise MemoryError(
             f"an encoder reads {length:,} tokens at once, which must fit in half of the memory, {budget:,} bytes, but "

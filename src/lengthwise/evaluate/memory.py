@@ -61,7 +61,7 @@ def fitting_chunk(model: PreTrainedModel, *, length: int, scored: int, processes
 
     An error where none does.
     """
-    budget = (memory_of(model) if processes == 1 else least_memory(model)) // 2
+    budget = memory_budget(model, processes)
     need = bytes_needed(model, length=length, scored=scored, processes=processes)
     if need <= budget:
         if processes < sharing_processes():
@@ -82,8 +82,21 @@ def fitting_chunk(model: PreTrainedModel, *, length: int, scored: int, processes
     )
 
 
+def fitting_batch(
+    model: PreTrainedModel, *, length: int, scored: int, chunk: int | None = None, processes: int = 1
+) -> int:
+    """How many windows go together: as many as BATCH_TOKENS and half of the memory have room for, but one always."""
+    need = bytes_needed(model, length=length, scored=scored, chunk=chunk, processes=processes)
+    return max(1, min(BATCH_TOKENS // length, memory_budget(model, processes) // need))
+
+
 def _log_whole(length: int, reason: str) -> None:
     log.info("each of %d processes measures all of a window of %s: %s", sharing_processes(), f"{length:,}", reason)
+
+
+def memory_budget(model: PreTrainedModel, processes: int = 1) -> int:
+    """The bytes that a pass may take: half of the memory, where processes share windows of the least that one has."""
+    return (memory_of(model) if processes == 1 else least_memory(model)) // 2
 
 
 def memory_of(model: PreTrainedModel) -> int:

@@ -74,13 +74,23 @@ class RetrievalTable:
         self._cells: dict[tuple[str, int], list[RetrievalScore]] = {}
         self._seeds: dict[str, int | None] = {}
         for score in scores:
-            row, self._seeds[score.name] = (rows or {}).get(score.name, (score.name, None))
-            self._cells.setdefault((row, score.length), []).append(score)
+            row, seed = (rows or {}).get(score.name, (score.name, None))
+            self._seeds[score.name] = seed
+            seeds = self._cells.setdefault((row, score.length), [])
+            if any(self._seeds[other.name] == seed for other in seeds):
+                raise ValueError(
+                    f"names and seeds must differ in one table, got {score.name!r} twice at length {score.length}"
+                )
+            seeds.append(score)
         self.names = list(dict.fromkeys(name for name, _ in self._cells))
 
     def seeds(self, name: str, length: int) -> list[RetrievalScore]:
         """The scores behind a cell that were not refused."""
         return [score for score in self._cells.get((name, length), []) if not score.refused]
+
+    def tried(self, name: str) -> list[int]:
+        """The lengths that a row has scores at, refused ones too."""
+        return [length for length in self.lengths if (name, length) in self._cells]
 
     def value(self, name: str, length: int, metric: RankMetric = "ndcg") -> float:
         """The mean over seeds; NaN where nothing was measured."""
@@ -92,7 +102,7 @@ class RetrievalTable:
         seeds = self.seeds(name, length)
         if len(seeds) > 1:
             return t_interval([score.value(metric) for score in seeds])
-        return bootstrap([score.sums(metric) for score in seeds])
+        return bootstrap(seeds[0].sums(metric))
 
     def change(self, name: str, length: int, since: int, metric: RankMetric = "ndcg") -> tuple[float, Interval]:
         """How much more it is at a length than at another, for the same queries."""
@@ -118,7 +128,7 @@ class RetrievalTable:
         if not pairs:
             raise ValueError("a paired difference needs a seed that both have, got none")
         if len(pairs) == 1:
-            return paired_difference(*([score.sums(metric)] for score in pairs[0]))
+            return paired_difference(*(score.sums(metric) for score in pairs[0]))
         differences = [one.value(metric) - other.value(metric) for one, other in pairs]
         return float(np.mean(differences)), t_interval(differences)
 

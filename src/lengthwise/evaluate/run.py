@@ -5,7 +5,6 @@ Then there is always a control, a plain window of the trained length, with which
 tokens, a value at the trained length, and tasks whose answer stands far back: a window alone does perplexity no harm.
 """
 
-import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lengthwise.data import documents
+from lengthwise.data import Split, documents
 from lengthwise.data.tokenizers import surrounding_tokens
 from lengthwise.encodings.registry import is_encoding
 from lengthwise.errors import OptionError
@@ -35,7 +34,7 @@ from lengthwise.evaluate.table import (
     position_figure,
 )
 from lengthwise.evaluate.tasks import TaskScore, depth_figure, score_task, task_notes, task_rows, task_share, task_work
-from lengthwise.files import write_atomic
+from lengthwise.files import json_text, write_atomic
 from lengthwise.loading import LoadedModel, LoadError, load_config_of, load_model, load_tokenizer_of, tokenizer_id
 from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.model.stretch import stretching
@@ -105,7 +104,8 @@ class Evaluation:
         notes = [
             *self.table.notes(),
             "in brackets: 95 % intervals over documents, and over examples of tasks",
-            "holds to: the longest length up to which no loss is more than 2 % above the best at a shorter one",
+            "holds to: the longest length up to which the loss (not the perplexity) is at most 2 % above the lowest "
+            "at any shorter length",
         ]
         if self.controls:
             notes.append("against the control: on the same tokens, with the paired interval")
@@ -132,7 +132,7 @@ class Evaluation:
             "scores.tex": self.table.latex(),
         }
         if self.tasks:
-            texts["tasks.json"] = json.dumps([score.as_json() for score in self.tasks], indent=1)
+            texts["tasks.json"] = json_text([score.as_json() for score in self.tasks])
         written = [write_atomic(folder / name, content.rstrip("\n") + "\n") for name, content in texts.items()]
         return [*written, *self._draw(folder)]
 
@@ -179,7 +179,7 @@ def evaluate_models(
         find_task(task)
     specs = [parse_stretch(spec) for spec in resolved.stretch]
     _check_sources(named, resolved, specs, trust_remote_code=trust_remote_code)
-    corpora = Corpora(resolved)
+    corpora = Corpora(resolved, _unseen_split(named, resolved.text))
     scores: list[Score] = []
     tasks: list[TaskScore] = []
     remarks: list[str] = []
@@ -221,6 +221,28 @@ def _check_sources(
         # Where they fit one model, the others are measured without that way.
         if refusals and len(refusals) == len(lengths):
             raise refusals[0]
+
+
+def _unseen_split(named: Sequence[tuple[str, str]], text: str) -> Split:
+    """The part of the text that no run was trained on; an error where one was trained on all of it."""
+    configs = {name: Run(source).config for name, source in named if Run.is_run(source)}
+    split: Split = "held-out"
+    for name, config in configs.items():
+        if (other := config.get("held_out")) is None:
+            continue
+        if _is_same(text, config.get("data", "stdlib")):
+            raise LoadError(
+                f"--text must be text that {name} was not trained on, got {text!r}, all of which it was; "
+                f"give --text {other}, which was held out"
+            )
+        # As in `load_model`: data that was named as held out is so as a whole, unless another run was trained on it.
+        if _is_same(text, other) and not any(_is_same(text, own.get("data", "stdlib")) for own in configs.values()):
+            split = "all"
+    return split
+
+
+def _is_same(source: str, other: str) -> bool:
+    return Path(source).resolve() == Path(other).resolve()
 
 
 def _refusal_of_numbers(spec: StretchSpec, train_length: int) -> OptionError | None:
@@ -285,8 +307,8 @@ def _is_causal(loaded: LoadedModel) -> bool:
 class Corpora:
     """The text of an evaluation, tokenised once for each tokenizer."""
 
-    def __init__(self, config: ResolvedEvalConfig) -> None:
-        self.config = config
+    def __init__(self, config: ResolvedEvalConfig, split: Split = "held-out") -> None:
+        self.config, self.split = config, split
         self._by_tokenizer: dict[str, Corpus] = {}
 
     def read(self, tokenizer: PreTrainedTokenizerBase) -> Corpus:
@@ -294,7 +316,7 @@ class Corpora:
         key = tokenizer_id(tokenizer)
         if key not in self._by_tokenizer:
             text, limit = self.config.text, max(CORPUS_TOKENS, self.config.windows * max(self.config.lengths) + 1)
-            self._by_tokenizer[key] = read_corpus(documents(text, "held-out"), tokenizer, source=text, limit=limit)
+            self._by_tokenizer[key] = read_corpus(documents(text, self.split), tokenizer, source=text, limit=limit)
         return self._by_tokenizer[key]
 
 

@@ -67,7 +67,7 @@ class Score:
 
     def interval(self, metric: str = "perplexity") -> Interval:
         """Where the value lies in 95 of 100 resamplings of the documents."""
-        interval = bootstrap([self.sums(metric)])
+        interval = bootstrap(self.sums(metric))
         return Interval(*map(_exp, interval)) if metric == "perplexity" else interval
 
     def as_json(self) -> dict[str, Any]:

@@ -1,10 +1,9 @@
 """Confidence intervals: Student's t over seeds, bootstrap over documents, and differences on the same tokens.
 
 A measured value is a ratio of sums over documents (nats over tokens, bits over bytes). One resampling draws as many
-documents as there are, with replacement, and as many seeds; the interval is where 95 of 100 resamplings fall. Models
-that were measured on the same tokens are resampled together: what makes a text easy or hard for both cancels. One
-document says nothing of others: its interval is not known. A few seeds are not resampled in a table: their mean has an
-interval by Student's t.
+documents as there are, with replacement; the interval is where 95 of 100 resamplings fall. Models that were measured on
+the same tokens are resampled together: what makes a text easy or hard for both cancels. One document says nothing of
+others: its interval is not known. A few seeds are not resampled: their mean has an interval by Student's t.
 """
 
 import functools
@@ -38,13 +37,11 @@ class Interval(NamedTuple):
 UNKNOWN = Interval(math.nan, math.nan)
 
 
-def bootstrap(
-    seeds: Sequence[Sums], *, rounds: int = ROUNDS, confidence: float = CONFIDENCE, seed: int = 0
-) -> Interval:
-    """The interval of the mean over seeds of each one's ratio of sums, all on the same documents."""
-    if len(seeds[0][0]) < 2:
+def bootstrap(sums: Sums, *, rounds: int = ROUNDS, confidence: float = CONFIDENCE, seed: int = 0) -> Interval:
+    """The interval of a ratio of sums over documents."""
+    if len(sums[0]) < 2:
         return UNKNOWN
-    return _interval(_resampled(seeds, rounds=rounds, seed=seed), confidence)
+    return _interval(_resampled(sums, rounds=rounds, seed=seed), confidence)
 
 
 def wilson(successes: int, count: int) -> Interval:
@@ -73,15 +70,13 @@ class Holds(NamedTuple):
     high: int
 
 
-def holds_to(
-    by_length: Mapping[int, Sequence[Sums]], *, tolerance: float = 0.02, rounds: int = ROUNDS, seed: int = 0
-) -> Holds:
+def holds_to(by_length: Mapping[int, Sums], *, tolerance: float = 0.02, rounds: int = ROUNDS, seed: int = 0) -> Holds:
     """The longest length up to which no loss is more than `tolerance` above the best at a shorter one.
 
     All lengths on the same documents, which are resampled together.
     """
     lengths = sorted(by_length)
-    values = np.array([[_mean_ratio(by_length[length])] for length in lengths])
+    values = np.array([[ratio_of_sums(by_length[length])] for length in lengths])
     resampled = np.stack([_resampled(by_length[length], rounds=rounds, seed=seed) for length in lengths])
     place, places = (_last_held(losses, tolerance) for losses in (values, resampled))
     low, high = np.quantile(places, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], method="nearest")
@@ -140,21 +135,16 @@ def _t_quantile(probability: float, freedom: int) -> float:
 
 
 def paired_difference(
-    first: Sequence[Sums],
-    second: Sequence[Sums],
-    *,
-    rounds: int = ROUNDS,
-    confidence: float = CONFIDENCE,
-    seed: int = 0,
+    first: Sums, second: Sums, *, rounds: int = ROUNDS, confidence: float = CONFIDENCE, seed: int = 0
 ) -> tuple[float, Interval]:
     """How much higher the first model's ratio is than the second's on the same documents, and its interval."""
-    sizes = {len(part) for sums in (*first, *second) for part in sums}
-    if len(sizes) != 1 or any(not np.array_equal(a[1], first[0][1]) for a in (*first, *second)):
+    sizes = {len(part) for sums in (first, second) for part in sums}
+    if len(sizes) != 1 or not np.array_equal(first[1], second[1]):
         raise ValueError(
             "a paired difference needs the same scored tokens in both, got other documents or counts; measure both "
             "with the same text, lengths and protocol"
         )
-    difference = float(_mean_ratio(first) - _mean_ratio(second))
+    difference = ratio_of_sums(first) - ratio_of_sums(second)
     if sizes == {1}:
         return difference, UNKNOWN
     # The same seed draws the same documents for both.
@@ -167,22 +157,21 @@ def ratio_of_sums(sums: Sums) -> float:
     return float(sums[0].sum() / sums[1].sum())
 
 
-def _mean_ratio(seeds: Sequence[Sums]) -> float:
-    return float(np.mean(list(map(ratio_of_sums, seeds))))
+def added(seeds: Sequence[Sums]) -> Sums:
+    """The sums of several seeds on the same tokens together: their ratio is the mean of each one's."""
+    above, below = (np.sum(part, axis=0) for part in zip(*seeds, strict=True))
+    return above, below
 
 
-def _resampled(seeds: Sequence[Sums], *, rounds: int, seed: int) -> NDArray[np.float64]:
-    """One mean ratio per round."""
+def _resampled(sums: Sums, *, rounds: int, seed: int) -> NDArray[np.float64]:
+    """One ratio per round."""
     check_int("rounds", rounds)
-    documents = len(seeds[0][0])
-    # Documents first and from a generator of their own, so that models with other numbers of seeds draw the same.
+    documents = len(sums[0])
     drawn = np.random.default_rng([seed, 0]).multinomial(documents, np.full(documents, 1 / documents), size=rounds)
-    below = np.stack([drawn @ below for _, below in seeds])
+    above, below = (drawn @ part for part in sums)
     # A resampling may miss every document that has scored tokens when there are very few.
-    ratios = np.stack([drawn @ above for above, _ in seeds]) / np.where(below > 0, below, np.nan)
-    chosen = np.random.default_rng([seed, 1]).multinomial(len(seeds), np.full(len(seeds), 1 / len(seeds)), size=rounds)
-    mean: NDArray[np.float64] = (ratios * chosen.T).sum(0) / len(seeds)
-    return mean
+    ratios: NDArray[np.float64] = above / np.where(below > 0, below, np.nan)
+    return ratios
 
 
 def _interval(resampled: NDArray[np.float64], confidence: float) -> Interval:

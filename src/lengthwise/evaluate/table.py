@@ -18,6 +18,7 @@ from lengthwise.evaluate.statistics import (
     UNKNOWN,
     Holds,
     Interval,
+    added,
     bootstrap,
     holds_to,
     interval_words,
@@ -99,7 +100,7 @@ class LengthTable:
             return Cell(math.nan, UNKNOWN, reasons[0] if reasons else "not measured")
         sums = [score.sums(self.metric) for score in seeds]
         value = self.mean(name, length, self.metric)
-        interval = t_interval(list(map(ratio_of_sums, sums))) if len(sums) > 1 else bootstrap(sums)
+        interval = t_interval(list(map(ratio_of_sums, sums))) if len(sums) > 1 else bootstrap(sums[0])
         if self.metric == "perplexity":
             return Cell(math.exp(min(value, 700)), Interval(*(math.exp(min(end, 700)) for end in interval)))
         return Cell(value, interval)
@@ -130,9 +131,13 @@ class LengthTable:
         )
 
     def rises(self, name: str, length: int, since: int) -> dict[int | None, float]:
-        """By seed: how far a row's value rises from one length to another, as a share of the first."""
+        """By seed: how far a row's value rises between two lengths on the same tokens, as a share of the first."""
         pairs = self._pairs((name, length), (name, since))
-        values = {seed: [ratio_of_sums(score.sums(self.metric)) for score in pair] for seed, pair in pairs.items()}
+        values = {
+            seed: [ratio_of_sums(score.sums(self.metric)) for score in pair]
+            for seed, pair in pairs.items()
+            if pair[0].targets == pair[1].targets
+        }
         if self.metric == "perplexity":
             return {seed: math.expm1(min(later - first, 700)) for seed, (later, first) in values.items()}
         return {seed: later / first - 1 for seed, (later, first) in values.items()}
@@ -155,7 +160,7 @@ class LengthTable:
         measured = {n: seeds for n in self.lengths if (seeds := self.seeds(name, n))}
         if len(measured) < 2 or len({score.targets for seeds in measured.values() for score in seeds}) != 1:
             return None
-        return holds_to({n: [score.sums(self.metric) for score in seeds] for n, seeds in measured.items()})
+        return holds_to({n: added([score.sums(self.metric) for score in seeds]) for n, seeds in measured.items()})
 
     def _pairs(self, first: tuple[str, int], second: tuple[str, int]) -> dict[int | None, tuple[Score, Score]]:
         """The scores of two cells, by the seeds that both have."""
@@ -173,7 +178,7 @@ class LengthTable:
             raise ValueError(message)
         sums = [[score.sums(self.metric) for score in pair] for pair in pairs]
         if len(sums) == 1:
-            return paired_difference(*([part] for part in sums[0]))
+            return paired_difference(*sums[0])
         differences = [ratio_of_sums(one) - ratio_of_sums(other) for one, other in sums]
         return float(np.mean(differences)), t_interval(differences)
 
@@ -307,7 +312,7 @@ def control_figure(table: LengthTable, controls: Mapping[str, str], *, train_len
         lines,
         title=f"{metric.capitalize()} as a multiple of the control's, same tokens, 95 % intervals",
         across="length in tokens",
-        up=f"times the {metric} of a window of the trained length",
+        up=f"times the {metric} of a window of the training length",
         marked=train_length,
         whole_bars=True,
     )
@@ -355,8 +360,8 @@ def position_figure(table: LengthTable, length: int, *, train_length: int | None
             lines.append(Line(name, [p for p, _ in seeds[0].positions], [v for _, v in seeds[0].positions]))
     return lines_figure(
         lines,
-        title=f"Loss by place in windows of {length:,} tokens",
-        across="place in the window",
+        title=f"Loss by position in windows of {length:,} tokens",
+        across="position in the window",
         up="loss (nats per token)",
         marked=train_length,
         log=False,

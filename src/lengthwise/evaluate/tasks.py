@@ -20,7 +20,7 @@ from lengthwise.data.tokenizers import encode_with_offsets
 from lengthwise.encodings import PositionError
 from lengthwise.evaluate.corpus import start_token
 from lengthwise.evaluate.losses import last_logits
-from lengthwise.evaluate.memory import fitting_chunk
+from lengthwise.evaluate.memory import fitting_batch, fitting_chunk
 from lengthwise.evaluate.progress import Progress, work
 from lengthwise.evaluate.statistics import Interval, wilson
 from lengthwise.model.families import check_length
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-BATCH_TOKENS = 8192
-"""Tokens in a batch of examples."""
 
 
 @dataclass(frozen=True)
@@ -127,19 +125,25 @@ def sized_examples(
 ) -> list[Row]:
     """Examples of nearly `length` tokens and never more; an error if the task has none so short."""
     least = find_task(task).least
-    options: Any = {"count": count, "seed": seed, "depth": depth}
+
+    def draw(characters: int) -> tuple[list[Row], int, int]:
+        """Rows, and how many characters and tokens the longest has."""
+        drawn = examples(task, length=characters, count=count, seed=seed, depth=depth)
+        rows = [_tokenized(tokenizer, example) for example in drawn]
+        return rows, max(len(e.prompt) + len(e.answer) for e in drawn), max(len(row.tokens) for row in rows)
+
     # A first draw says how many characters a token has; it is enough where a token is a character.
     characters = max(length, least)
-    drawn = examples(task, length=characters, **options)
-    ratio = max(len(e.prompt) + len(e.answer) for e in drawn) / max(len(_tokenized(tokenizer, e).tokens) for e in drawn)
-    characters = max(least, int(0.99 * length * ratio)) if ratio > 1 else characters
-    while characters >= least:
-        rows = [_tokenized(tokenizer, e) for e in examples(task, length=characters, **options)]
-        longest = max(len(row.tokens) for row in rows)
-        if longest <= length:
-            return rows
+    rows, text, longest = draw(characters)
+    if text > longest:
+        characters = max(least, int(0.99 * length * (text / longest)))
+        rows, _, longest = draw(characters)
+    while longest > length:
         characters = min(characters - 1, int(characters * length / longest))
-    raise NoExampleError(f"{task} has no example of {length:,} tokens, the shortest has {least} characters")
+        if characters < least:
+            raise NoExampleError(f"{task} has no example of {length:,} tokens, the shortest has {least} characters")
+        rows, _, longest = draw(characters)
+    return rows
 
 
 @torch.no_grad()
@@ -157,7 +161,7 @@ def _right(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, drawn: Se
         check_length(model, total - 1)
         if fitting_chunk(model, length=total, scored=scored) is not None:
             raise MemoryError(f"examples of {total:,} tokens must fit in memory whole; leave out that length")
-        at_once = max(1, BATCH_TOKENS // total)
+        at_once = fitting_batch(model, length=total, scored=scored)
         for first in range(0, len(rows), at_once):
             batch = torch.tensor(rows[first : first + at_once], device=model.device)
             likeliest = last_logits(model, batch[:, :-1], scored).argmax(-1)

@@ -5,6 +5,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from lengthwise import __version__
 from lengthwise.evaluate import LengthTable
 from lengthwise.evaluate.retrieval_table import RetrievalTable
 from lengthwise.evaluate.table import format_value
@@ -105,6 +106,9 @@ def beside_sections(results: StudyResults) -> list[Section]:
     if other is None or len(rows) < 2:
         return []
     about = [f"Here: this study. There: {other['title']}. Ranks are among the encodings that both have."]
+    version = other["born"]["versions"]["lengthwise"]
+    if version != __version__:
+        about.append(f"There was measured with Lengthwise {version}, which is not this version.")
     if differing := beside_differences(results, other):
         others = "; ".join(differing)
         about.append(f"Ranks and rises only, since values of other tokens are not compared: {others}.")

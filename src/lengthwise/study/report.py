@@ -101,7 +101,8 @@ def summary(results: StudyResults) -> list[str]:
     if far is not None and length in table.lengths:
         rises = sorted((rise, name) for name in table.names if (rise := results.rise(name, far)) is not None)
         changes = ", ".join(f"{name} {rise:+.1%}" for rise, name in rises)
-        sentences.append(f"From {length:,} to {far:,} tokens the {results.metric_name} changes by: {changes}.")
+        if rises:
+            sentences.append(f"From {length:,} to {far:,} tokens the {results.metric_name} changes by: {changes}.")
         sentences += retrieval_summary(results, far)
     if behind := results.behind():
         choices, best = results.rate_choices(), results.best_unchanged
@@ -128,7 +129,7 @@ def seed_words(results: StudyResults) -> str:
 def hypothesis_words(results: StudyResults) -> list[str]:
     """Whether the text and the seeds that hypotheses are judged on were used to choose learning rates."""
     choices = results.rate_choices().values()
-    if not choices:
+    if not choices or results.is_test is None:
         return []
     texts = ", ".join(results.rates_chosen_on)
     numbers = ", ".join(map(str, sorted({choice.seed for choice in choices})))
@@ -239,7 +240,7 @@ def seed_rows(results: StudyResults) -> Rows:
 
 def hypothesis_rows(results: StudyResults) -> Rows:
     """What was expected, what was measured, and whether it held."""
-    rows = [["encoding", f"expected at {results.far_length or 0:,}", "measured", "95 % interval", "verdict"]]
+    rows = [["encoding", f"expected at {8 * results.train_length:,}", "measured", "95 % interval", "verdict"]]
     for judged in results.hypotheses():
         kind = HYPOTHESIS_KINDS[judged.kind]
         expected = f"{kind.words} {judged.bound:{kind.format}}"

@@ -120,24 +120,23 @@ class StudyResults:
         return 8 * self.train_length if 8 * self.train_length in beyond else beyond[-1] if beyond else None
 
     def seed_rises(self, name: str, length: int) -> dict[int | None, float]:
-        """By seed: the rise of an encoding above its own value at the training length, as a share of it."""
+        """By seed: the rise of an encoding above its own value at the training length, on the same tokens."""
         return {} if self.table is None else self.table.rises(name, length, self.train_length)
 
     def rise(self, name: str, length: int) -> float | None:
         """The mean over seeds of each one's rise, if it was measured."""
-        rises = self.seed_rises(name, length)
-        return sum(rises.values()) / len(rises) if rises else None
+        return None if (measured := self._rise(name, length)) is None else measured[0]
 
     def rise_interval(self, name: str, length: int) -> Interval | None:
-        """Of the rise: by Student's t over seeds, or with one seed over documents on the same tokens."""
-        rises = list(self.seed_rises(name, length).values())
-        if len(rises) > 1:
-            return t_interval(rises)
-        if not rises or self.table is None or self.table.metric != "perplexity":
+        """Of the rise: by Student's t over seeds, or with one seed over documents."""
+        return None if (measured := self._rise(name, length)) is None else measured[1]
+
+    def _rise(self, name: str, length: int) -> tuple[float, Interval] | None:
+        if self.table is None:
             return None
         try:
-            return self.table.rise(name, length, self.train_length)[1]
-        except ValueError:  # other tokens at each length
+            return self.table.rise(name, length, self.train_length)
+        except ValueError:  # not measured at both lengths, or on other tokens
             return None
 
     @cached_property
@@ -187,7 +186,7 @@ class StudyResults:
         return self.table.cell(name, self.train_length).value
 
     def hypotheses(self) -> list[JudgedHypothesis]:
-        """The study's hypotheses on the far length, judged."""
+        """The study's hypotheses on eight times the training length, judged."""
         judged = []
         for encoding, bounds in self.config.hypotheses.items():
             for kind, bound in bounds.items():
@@ -197,16 +196,20 @@ class StudyResults:
 
     def _measured(self, name: str, quantity: str) -> tuple[list[float], Interval | None]:
         """What was measured of a hypothesis: a value a seed, and their interval; none where it was not."""
-        table, retrieval, far, length = self.table, self.retrieval_table, self.far_length, self.train_length
+        table, retrieval, far, length = self.table, self.retrieval_table, 8 * self.train_length, self.train_length
         if quantity == "rise":
-            if far is None or table is None or name not in table.names:
+            if table is None or name not in table.names:
                 return [], None
             return list(self.seed_rises(name, far).values()), self.rise_interval(name, far)
-        if retrieval is None or far is None or name not in retrieval.names:
+        if retrieval is None or name not in retrieval.names:
             return [], None
         if quantity == "length":
-            longest = [float(n) for n in retrieval.lengths if retrieval.seeds(name, n)][-1:]
-            return longest, Interval(*longest * 2) if longest else None
+            tried = retrieval.tried(name)
+            longest = [float(n) for n in tried if retrieval.seeds(name, n)][-1:]
+            if not longest:
+                return [], None
+            # Where no longer one was tried it may take any.
+            return longest, Interval(longest[0], longest[0] if tried[-1] > longest[0] else math.inf)
         first, later = ({s.name: s.value() for s in retrieval.seeds(name, n)} for n in (length, far))
         changes = [later[seed] - first[seed] for seed in later if seed in first]
         return changes, retrieval.change(name, far, length)[1] if changes else None
@@ -240,11 +243,13 @@ class StudyResults:
         return sorted({choice.data for choice in self.rate_choices().values()})
 
     @property
-    def is_test(self) -> bool:
-        """Whether learning rates were chosen on other data than these, and with other seeds."""
+    def is_test(self) -> bool | None:
+        """Whether learning rates were chosen on other data than these, and with other seeds; None where unknown."""
         texts = {self.config.training.data, self.config.evaluation.text or self.config.training.data}
-        seeds = {choice.seed for choice in self.rate_choices().values()}
-        return not texts & {*self.rates_chosen_on} and not seeds & {*self.config.seeds}
+        choices = self.rate_choices()
+        if texts & {*self.rates_chosen_on} or {choice.seed for choice in choices.values()} & {*self.config.seeds}:
+            return False
+        return True if {run.encoding for run in self.runs} <= choices.keys() else None
 
     def task_shares(self) -> list["TaskShare"]:
         """How often each encoding was right, task by task and by length: depths pooled, and each seed by itself."""
@@ -379,23 +384,28 @@ class TaskShare(NamedTuple):
 
     @property
     def interval(self) -> Interval:
-        """By Student's t over seeds, cut at 0 and 1; of one seed Wilson's, over examples."""
-        if len(self.counts) > 1:
+        """By Student's t over seeds, cut at 0 and 1; of one seed, or of seeds that agree, Wilson's over examples."""
+        if self.over_seeds:
             low, high = t_interval(list(self.seeds.values()))
             return Interval(max(0.0, low), min(1.0, high))
-        return wilson(*next(iter(self.counts.values()), (0, 0)))
+        counts = self.counts.values()
+        return wilson(sum(exact for exact, _ in counts), sum(examples for _, examples in counts))
+
+    @property
+    def over_seeds(self) -> bool:
+        """Whether the interval is over seeds: where all have the same share they say nothing of how they differ."""
+        return len({*self.seeds.values()}) > 1
 
     def as_json(self) -> dict[str, Any]:
         """For study.json."""
         found = {"task": self.task, "encoding": self.encoding, "length": self.length, "refused": self.refused}
         if self.refused is not None:
             return found
-        over = "seeds" if len(self.counts) > 1 else "examples"
         return found | {
             "share": self.share,
             "tokens": self.tokens,
             "interval": list(self.interval),
-            "intervals_over": over,
+            "intervals_over": "seeds" if self.over_seeds else "examples",
             "seeds": list(self.seeds.values()),
             "seed_numbers": list(self.seeds),
             "examples": sum(examples for _, examples in self.counts.values()),

@@ -18,7 +18,9 @@ def task_sections(results: StudyResults) -> list[Section]:
     shares = results.task_shares()
     if not shares:
         return []
-    over = interval_words((len(share.counts) for share in shares), single="examples, Wilson's")
+    over = interval_words(
+        (len(share.counts) if share.over_seeds else 1 for share in shares), single="examples, Wilson's"
+    )
     whole = f"Exact match: the share of whole answers that are right, over all depths, with 95 % intervals {over}."
     tokens = (
         "Share of the answers' tokens that are right, each predicted after the right ones before it (teacher forcing), "
