@@ -223,6 +223,42 @@ def test_padding_is_not_counted():
     torch.testing.assert_close(padded.maps[0].profile.mean, expected, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("case", ["alibi", "t5", "fire", "cable"])
+def test_a_bias_is_drawn_where_padding_hides_no_key(case):
+    model, ids = loud_model(case), tokens(2)
+    mask = torch.ones_like(ids)
+    mask[:, :7] = 0
+    views = position_views(model, ids, attention_mask=mask, shown="first")
+    bias, scores = views["bias"], views["scores"]
+    assert bias.values[:, :, :7].isnan().all()
+    assert torch.equal(bias.values.isnan(), scores.values.isnan())
+    assert torch.equal(bias.maps[0].profile.mean.isnan(), scores.maps[0].profile.mean.isnan())
+    torch.testing.assert_close(bias.values + views["content"].values, scores.values, equal_nan=True)
+
+
+@pytest.mark.parametrize("context_free", [True, False])
+def test_a_bias_of_one_row_for_all_heads_is_that_of_every_head(context_free):
+    class OneRow(lw.Encoding):
+        paper = "unpublished"
+        kind = lw.DistanceBias
+
+        def bias(self, x, layout, state=None):
+            return lw.DistanceBias(torch.arange(0.0, -LENGTH, -1)[None], layout.query, layout.key)
+
+    OneRow.context_free = context_free
+    lw.register("one-row", OneRow)
+    try:
+        model = LengthwiseForCausalLM(make_config("none", encoding="one-row"))
+        several = [position_views(model, tokens(2), shown="first")["bias"], position_maps(model, tokens(2))]
+    finally:
+        del lw.ENCODINGS["one-row"]
+    for maps in several:
+        assert maps.values.shape == (3, LENGTH, LENGTH)
+        assert (maps.values[:, -1] == torch.arange(1.0 - LENGTH, 1)).all()
+        assert maps.maps[0].profile.mean.shape == (3, LENGTH)
+        assert len([axes for axes in maps.figure().axes if axes.get_title()]) == 3
+
+
 def test_the_kernel_of_a_rotary_head_is_its_score_where_all_tokens_are_one():
     model, same = loud_model("rope-dynamic").double(), torch.full((1, LENGTH), 7)
     views = position_views(model, same, 0, ["scores", "profile"])

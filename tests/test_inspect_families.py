@@ -340,3 +340,13 @@ def test_without_a_text_of_its_own_a_decoder_reads_the_encoders_one_token_behind
     read = model_inputs(model, given, None, None, family_of(model))["decoder_input_ids"]
     assert torch.equal(read[:, 1:], given[:, :-1])
     assert (read[:, 0] == 0).all()
+
+
+def test_a_decoders_maps_are_named_by_the_tokens_that_it_reads():
+    model, names = make_model("t5"), [str(number) for number in range(LENGTH)]
+    named = {part: position_maps(model, ids(1), -1, "scores", part=part, tokens=names) for part in PARTS["t5"]}
+    assert named["encoder"].tokens == tuple(names)
+    assert named["decoder"].tokens == ("<start>", *names[:-1])
+    assert named["cross"].tokens is None, "queries and keys have other names"
+    own = position_maps(model, ids(1), part="decoder", decoder_input_ids=ids(1)[:, :5], tokens=names)
+    assert own.tokens is None, "nobody named these"

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+import transformers as hf
 from browser_kit import Seen, needs_chromium, open_browser
 from model_kit import SCHEDULES, loud_model, tokens
 
+import lengthwise as lw
 from lengthwise.inspect import position_maps, position_views
 from lengthwise.views.page import Page, Snapshot
 
@@ -27,11 +29,17 @@ def test_a_figure_names_what_every_layer_has():
 @torch.no_grad()
 def test_maps_of_a_layer_with_a_window_are_masked_by_it():
     model = scheduled()
-    weights = position_maps(model, tokens(1), "all", "weights").values
+    views = position_views(model, tokens(1), "all")
+    weights = views["weights"].values
     query, key = torch.meshgrid(torch.arange(29), torch.arange(29), indexing="ij")
     near = (query >= key) & (query - key < 7)
-    assert weights[0][:, ~near].isnan().all()
-    assert not weights[0][:, near].isnan().any()
+    windowed = views["bias"].layer(0)
+    for values in (weights[0], windowed.values):
+        assert values[:, ~near].isnan().all()
+        assert not values[:, near].isnan().any()
+    assert windowed.profile.mean.isnan().any(0).tolist() == [False] * 7 + [True] * 22
+    assert windowed.described is None
+    assert views["bias"].layer(2).described is not None
     chunk = (query >= key) & (query // 8 == key // 8)
     assert weights[1][:, ~chunk].isnan().all()
     assert not weights[1][:, chunk].isnan().any()
@@ -44,6 +52,19 @@ def test_maps_of_a_layer_with_a_window_are_masked_by_it():
 def test_every_schedule_can_be_captured(case):
     views = position_views(loud_model(case), tokens(), "all")
     assert views["weights"].layers == views["scores"].layers == (0, 1)
+
+
+@pytest.mark.parametrize("layers", [[1, 2], [2, 1], [-2, -3]])
+def test_layers_of_a_fitted_model_are_named_by_what_each_of_them_has(layers):
+    config = hf.LlamaConfig(
+        vocab_size=101, hidden_size=24, intermediate_size=24, num_hidden_layers=4, num_attention_heads=3
+    )
+    model = lw.fit(hf.LlamaForCausalLM(config).eval(), ["alibi", "kerple"], layers=layers)
+    views = position_views(model, tokens(1), "all")
+    assert [views["scores"].layer_label(layer) for layer in range(4)] == ["own", "alibi", "kerple", "own"]
+    kinds = [type(views["bias"].layer(layer).described).__name__ for layer in (1, 2)]
+    assert kinds == ["LevelBias", "DistanceBias"]
+    assert views["bias"].only(2).title.startswith("kerple: bias")
 
 
 @needs_chromium

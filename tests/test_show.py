@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
+from matplotlib.figure import Figure
 from model_kit import loud_model, make_config
 from train_kit import small_config
 
@@ -109,10 +110,45 @@ def test_all_of_the_papers_figures_come_from_one_command_some_from_runs_with_the
         assert (tmp_path / "paper" / f"{figure.name}.png").is_file()
     said = (tmp_path / "paper" / "README.md").read_text()
     assert said.count("not trained: at its initial parameters") == 6
-    assert "Figure 8, [figure-08-cable.png](figure-08-cable.png) (trained: my-cable)" in said
-    assert "Figure 12, [figure-12-alibi.png](figure-12-alibi.png) (trained: run)" in said
+    assert "(figure-08-cable.png) (trained: my-cable, at length 33). CABLE's bias follows the tokens" in said
+    assert "(figure-12-alibi.png) (trained: run, at length 23). ALiBi: a straight line" in said
     assert "Wrote 8 figures" in out
     assert "--force" in refused(capsys, "--paper", "--out", tmp_path / "paper")
+
+
+@pytest.fixture
+def captions(monkeypatch):
+    """The captions of the paper's figures, of which only ALiBi's is drawn."""
+    drawn: list[str] = []
+
+    def noted(self, *, caption):
+        drawn.append(caption)
+        return Figure()
+
+    monkeypatch.setattr("lengthwise.views.PositionMaps.paper_figure", noted)
+    monkeypatch.setattr("lengthwise.show.paper.FIGURES", [figure for figure in FIGURES if figure.encoding == "alibi"])
+    return drawn
+
+
+def test_a_caption_says_what_is_not_as_in_the_paper_and_what_the_model_read(captions, tmp_path, capsys):
+    options = {"slopes": "interleaved"}
+    for name, changes in {"same": {"n_positions": 512}, "other": {"encoding_options": options}}.items():
+        loud_model("alibi", vocab_size=257, **changes).save_pretrained(tmp_path / name)
+        shown(capsys, tmp_path / name, "--paper", "--out", tmp_path / f"{name}-paper")
+    same, other = captions
+    assert "steepest in the first head; nothing is learned" in same
+    assert same.endswith("Trained: same.")
+    assert "steepest" not in other
+    assert other.startswith("Figure 12. alibi with slopes='interleaved'. The bias of all 3 heads")
+    assert other.endswith("Trained: other, at length 23.")
+    assert all("on 512 tokens of random tokens (there is no tokenizer), seed 0;" in caption for caption in captions)
+
+
+def test_two_models_of_one_of_the_papers_figures_are_refused(captions, tmp_path, capsys):
+    for name in ("first", "second"):
+        loud_model("alibi").save_pretrained(tmp_path / name)
+    line = refused(capsys, tmp_path / "first", tmp_path / "second", "--paper", "--out", tmp_path / "paper")
+    assert "one model for each figure, got first and second, both with 'alibi'" in line
 
 
 def test_the_blocks_of_the_page_run_in_order():
@@ -154,6 +190,9 @@ def remote_code(folder):
         (["--paper", "--by-step"], "--by-step must be without --paper"),
         (["--paper", "--style", "plain"], "style"),
         (["mine", "--initial"], "--initial must be with --paper"),
+        (["mine", "--by-step", "--seed", "3"], "--seed must be without --by-step: .* their own text, got 3"),
+        (["mine", "--by-step", "--trust-remote-code"], "--trust-remote-code must be without --by-step"),
+        (["mine", "--detail", "1.²", "--out", "a.html"], "detail must be LAYER.HEAD from 1 on"),
         (["mine", "--by-step"], "--by-step must be of one run of `lengthwise train`, got mine"),
         (["mine", "alibi", "--style", "paper"], "--style paper must be of one model and one layer"),
         (["mine", "--layer", "all", "--style", "paper"], "--style paper must be of one model and one layer"),

@@ -3,8 +3,10 @@
 import io
 import math
 import xml.etree.ElementTree
+from dataclasses import replace
 from itertools import combinations
 
+import matplotlib
 import numpy
 import pytest
 import torch
@@ -21,7 +23,9 @@ from lengthwise.views import LayerMap, PositionMaps, Profile
 from lengthwise.views.estimates_plot import NOT_JUDGED, Estimate, estimates_figure
 from lengthwise.views.figures import compare
 from lengthwise.views.line_plot import Line, lines_figure
-from lengthwise.views.style import colour_scale, in_few_colours, png, save_picture
+from lengthwise.views.step_plot import step_plot
+from lengthwise.views.style import colour_scale, format_number, in_few_colours, png, save_picture
+from lengthwise.views.tiles import tiles_of
 
 KINDS = ["alibi", "kerple", "fire-short", "cable", "k-cable", "rope-dynamic", "dapev2-cable"]
 
@@ -189,6 +193,137 @@ def test_overview_curves_and_comparison_draw_every_head(tmp_path):
         save_picture(figure, tmp_path / f"{number}.png")
     with pytest.raises(ValueError, match="the maps of at least one model"):
         compare([])
+
+
+def in_tiles(maps: PositionMaps, pool: int, **changes: object) -> PositionMaps:
+    """The same with tiles of pool x pool in the place of the bias."""
+    (one,) = maps.maps
+    tiles = tiles_of(one.described, -(-one.queries // pool), causal=True)
+    return replace(maps, maps=(replace(one, described=None, tiles=tiles, **changes),))
+
+
+def corner_numbers(figure) -> list[list[str]]:
+    return [text.get_text().split("\n") for text in figure.axes[0].texts]
+
+
+def test_layers_with_tiles_of_several_sizes_are_drawn_as_large_as_one_another():
+    described = alibi_maps(300, 4)
+    exact = in_tiles(described, 1, layer=3)
+    for layers in ([described, exact], [exact, described]):
+        figure = replace(described, maps=tuple(maps.maps[0] for maps in layers)).overview()
+        sheet = figure.axes[0].images[0].get_array()
+        assert sheet.shape[:2] == (2 * 306, 4 * 306)
+        upper, lower = sheet[:300, :300].astype(int), sheet[306:606, :300].astype(int)
+        # A tile of 3 x 3 on the diagonal has a colour where a part of it is masked.
+        inside = numpy.tril(numpy.ones((300, 300), dtype=bool), -3)
+        # A pair is two of 300 distances from a tile's mean at most: three of 256 colours, each near the next.
+        steps = numpy.diff(matplotlib.colormaps["viridis"](range(256), bytes=True).astype(int), axis=0)
+        assert abs(upper - lower)[inside].max() <= 3 * abs(steps).max()
+        outside = numpy.triu(numpy.ones((300, 300), dtype=bool), 3)
+        assert (upper[outside] == 255).all()
+        assert (lower[outside] == 255).all()
+        assert "each pixel: the mean of up to 3 x 3 pairs" in figure.texts[-1].get_text().replace("\n", " ")
+
+
+def test_numbers_in_the_corners_of_an_overview_are_those_of_the_pairs_and_not_of_their_means():
+    least = [-511 * 2 ** (-8 * head / 12) for head in range(1, 13)]
+    numbers = corner_numbers(alibi_maps().overview())
+    assert [high for high, _ in numbers] == ["0"] * 12
+    assert [low for _, low in numbers] == [format_number(low) for low in least]
+
+
+def test_an_overview_of_both_sides_has_no_corner_and_speaks_of_none():
+    for causal in (True, False):
+        bias = lw.make("alibi", heads=3, width=24).bias(torch.zeros(1, 41, 24), lw.layout(41, causal=causal))
+        one = bias_map(bias, 0, causal=causal)
+        figure = PositionMaps(model="x", encoding="alibi", quantity="bias", maps=(one,)).overview()
+        assert ("in the corner" in figure.texts[-1].get_text()) == bool(figure.axes[0].texts) == causal
+
+
+LONG = "a-folder-of-checkpoints/with_a_name_without_any_space_" + 3 * "that_is_long_" + " at its initial parameters"
+
+
+@pytest.mark.parametrize("heads", [1, 3, 4, 12])
+@pytest.mark.parametrize("draw", ["figure", "overview", "curves", "compare", "steps"])
+def test_no_text_is_cut_at_the_edge_or_lies_on_another(heads, draw):
+    maps = replace(alibi_maps(600, heads), model=LONG, sequences=3, encoding=",".join(["rope+self-extend:1024"] * 12))
+    several = [maps, replace(maps, model=f"{LONG} 2")]
+    drawn = {
+        "figure": maps.figure,
+        "overview": maps.overview,
+        "curves": maps.curves,
+        "compare": lambda: compare(several),
+        "steps": lambda: step_plot({1: maps, 2: maps}),
+    }
+    figure = drawn[draw]()
+    figure.canvas.draw()
+    titles = [axes.title for axes in figure.axes if axes.get_title()]
+    assert not overlap([*figure.texts, *titles], figure)
+    panels_of = [axes.get_window_extent() for axes in figure.axes]
+    assert not any(text.get_window_extent().overlaps(box) for text in figure.texts for box in panels_of)
+
+
+@pytest.mark.parametrize("heads", [3, 24, 25, 32, 64])
+def test_every_head_has_its_place_in_the_legend(heads):
+    maps = alibi_maps(41, heads)
+    for figure in (maps.curves(), compare([maps, maps])):
+        figure.canvas.draw()
+        (legend,) = [legend for axes in figure.axes if (legend := axes.get_legend()) is not None]
+        assert [text.get_text() for text in legend.get_texts()] == [f"Head {head + 1}" for head in range(heads)]
+        assert not overlap([legend, *panels(figure)], figure)
+
+
+def test_models_with_other_heads_have_a_legend_of_their_own():
+    figure = compare([alibi_maps(41, heads) for heads in (3, 12, 12)])
+    legends = [axes.get_legend() for axes in panels(figure)]
+    assert [legend and len(legend.get_texts()) for legend in legends] == [3, None, 12]
+    figure.canvas.draw()
+    boxes = [axes.get_window_extent() for axes in panels(figure)]
+    assert not any(box.overlaps(legends[0].get_window_extent()) for box in boxes)
+
+
+def test_a_comparison_shows_single_pairs_where_a_figure_does_and_says_where_it_does_not():
+    for length, note in ((512, ""), (600, "each pixel: the mean of 2 x 2 pairs")):
+        maps = alibi_maps(length, 3)
+        figure, both = maps.figure(), compare([maps, maps])
+        least, compared = ([axes.images[0].norm.vmin for axes in each.axes if axes.images] for each in (figure, both))
+        assert compared == 2 * least
+        for each in (figure, both, maps.paper_figure()):
+            said = " ".join(text.get_text() for text in each.texts).replace("\n", " ").lower()
+            assert ("each pixel" in said) == bool(note)
+            assert note in said
+
+
+def test_a_comparison_names_the_layer_that_it_shows():
+    (one,) = alibi_maps(41, 3).maps
+    maps = replace(alibi_maps(41, 3), encoding="rope:512,none", maps=(replace(one, layer=2), replace(one, layer=3)))
+    titles = [axes.get_title() for axes in panels(compare([maps, maps.only(2)]))]
+    assert titles == ["none: bias, layer 4", "rope:512: bias, layer 3"]
+
+
+@pytest.mark.parametrize(
+    ("diagonal", "context", "words"),
+    [
+        (0.0, 0.0, "the distance alone decides"),
+        (0.5, 0.0, "the mean over all pairs of a distance, which depends on the position too"),
+        (0.5, 0.5, "the mean over all pairs of a distance, which the tokens move"),
+        (0.5, math.nan, "the mean over all pairs of a distance"),
+    ],
+)
+def test_how_heads_moved_is_said_to_follow_the_tokens_only_where_they_do(diagonal, context, words):
+    maps = alibi_maps(41, 4)
+    spreads = {"diagonal_spread": torch.full((4,), diagonal), "context_dependence": torch.full((4,), context)}
+    moved = replace(maps, maps=(replace(maps.maps[0], **spreads),))
+    note = step_plot({0: maps, 5: moved}).texts[-1].get_text()
+    assert note == f"each panel in a range of its own; {words}"
+
+
+def test_numbers_of_a_hundred_and_more_are_written_out():
+    maps = alibi_maps(41, 3)
+    spreads = torch.tensor([234.5, 99.7, 99.4])
+    figure = replace(maps, maps=(replace(maps.maps[0], diagonal_spread=spreads),)).figure()
+    said = [axes.texts[0].get_text().split("\n")[1] for axes in panels(figure)]
+    assert said == ["diagonals 234", "diagonals 100", "diagonals 99"]
 
 
 def test_a_notebook_shows_maps_by_themselves():

@@ -18,6 +18,9 @@ from lengthwise.views.maps import QUANTITIES, LayerMap, Quantity
 PIXELS = 2**22
 """How many tiles are kept of all heads of all layers, where the caller does not say."""
 
+START = "<start>"
+"""The name of the token that a decoder reads first."""
+
 Ids = Int[Tensor, "*batch position"]
 
 
@@ -43,6 +46,7 @@ def position_maps(
     part        "decoder", "encoder" or "cross" where there are several; the first that the model has
     shown       keep the "mean" map over all sequences, or that of the "first"
     resolution  how many tiles along a side are kept of a map without structure; by default as many as a picture needs
+    tokens      the names of the first sequence's input_ids; a decoder's maps get those of what it reads
     """
     views = position_views(
         model,
@@ -114,6 +118,7 @@ def position_views(
         run_captured(model, inputs, summarise, layers=layers, part=part)
     _check_complete(maps, layers, name, part)
     order = {number: place for place, number in enumerate(layers)}
+    named = None if tokens is None else _names(tokens, part, given=decoder_input_ids is not None)
     return {
         quantity: PositionMaps(
             model=getattr(model.config, "name_or_path", "") or name,
@@ -123,7 +128,7 @@ def position_views(
             part=part,
             sequences=ids.shape[0],
             shown="first" if ids.shape[0] == 1 else shown,
-            tokens=None if tokens is None else tuple(tokens),
+            tokens=named,
         )
         for quantity, singles in maps.items()
     }
@@ -161,13 +166,21 @@ def model_inputs(
     return inputs
 
 
+def _names(tokens: Sequence[str], part: str, *, given: bool) -> tuple[str, ...] | None:
+    """The tokens of both sides of a map by their names; None where queries are not the keys, or have none."""
+    if part not in ("decoder", "cross"):
+        return tuple(tokens)
+    return None if given or part == "cross" else (START, *tokens[:-1])
+
+
 def _known_biases(family: Family, layers: list[int], length: int) -> list[LayerMap] | None:
     """The biases of all these layers where they need no forward pass."""
     maps: list[LayerMap] = []
     for layer in layers:
         with torch.inference_mode(False), torch.no_grad():
             bias = family.position_bias(layer, length)
-            single = None if bias is None else bias_map(bias, layer, causal=family.causal)
+            # One row may be for all heads: how many there are, a forward pass says.
+            single = None if bias is None or bias.shape[1] == 1 else bias_map(bias, layer, causal=family.causal)
         if single is None:
             return None
         maps.append(single)

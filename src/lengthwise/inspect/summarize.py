@@ -15,7 +15,7 @@ from lengthwise.inspect.diagonals import Diagonals, Piece, uniform_profile
 from lengthwise.inspect.scores import BiasRows, BlockMask, ScoreBlock, rotary_kernel, score_block, weights_of
 from lengthwise.model.families import AttentionRecord
 from lengthwise.views.maps import LayerMap, Quantity
-from lengthwise.views.tiles import TilePool, blocks
+from lengthwise.views.tiles import TilePool, blocks, order
 
 Shown = Literal["first", "mean"]
 
@@ -218,19 +218,29 @@ def bias_map(bias: Bias, layer: int, *, causal: bool) -> LayerMap | None:
 
 
 def _described_map(record: AttentionRecord, options: MapOptions) -> LayerMap | None:
-    if not record.context_free or record.bias is None or record.bias.shape[1] != record.shape[1]:
-        return None
-    if not _is_described(record, options.shown):
+    if not record.context_free or record.bias is None or not _is_described(record, options.shown):
         return None
     return bias_map(record.bias, record.layer, causal=record.causal)
 
 
 def _is_described(record: AttentionRecord, shown: Shown) -> bool:
-    """Whether the described bias of the first sequence is what is shown."""
+    """Whether the described bias of the first sequence is what is shown, of every head and wherever a map has one."""
     bias = record.bias
     if bias is None or record.rescore is not None or record.logit_scale is not None:
         return False
-    return bias.is_compact and (bias.shape[0] == 1 or shown == "first")
+    if not bias.is_compact or bias.shape[1] != record.shape[1] or not (bias.shape[0] == 1 or shown == "first"):
+        return False
+    return _masks_order_alone(record)
+
+
+def _masks_order_alone(record: AttentionRecord) -> bool:
+    """Whether nothing but causality hides a key: no window and no padding. Of a two-sided layer, nothing at all."""
+    for rows, columns in blocks(record.shape, 1, causal=record.causal):
+        mask = record.mask(rows, columns)
+        visible = order(rows, columns, *record.shape[2:]).to(mask.device) | (not record.causal)
+        if not (mask == visible).all():
+            return False
+    return True
 
 
 def _head_groups(record: AttentionRecord, rows: int) -> tuple[slice, ...]:

@@ -15,13 +15,13 @@ from lengthwise.runs import Run
 from lengthwise.show.paper import draw
 from lengthwise.show.paper_figures import FIGURES, PaperFigure
 from lengthwise.show.steps import layer_snapshots
-from lengthwise.show.structure import Structure, number
+from lengthwise.show.structure import Structure
 from lengthwise.show.trained_maps import load_trained, origin_line
 from lengthwise.views import PositionMaps
 from lengthwise.views.described_scores import ContentScores, NetworkBias
 from lengthwise.views.page import Page, Snapshot, document
 from lengthwise.views.step_plot import step_plot
-from lengthwise.views.style import in_few_colours, png
+from lengthwise.views.style import format_number, in_few_colours, png
 
 DPI = 110
 """Pixels an inch of the gallery's pictures: small files, and every tick can still be read."""
@@ -32,13 +32,14 @@ TILES = 128
 INTRODUCTION = """\
 # Gallery: the heads of trained models
 
-The figures of the CABLE paper (Veisi et al. 2025, Figures 8 to 15), drawn from the trained maps that come with the
+The figures of the CABLE paper (Veisi et al. 2025, Figures 8 to 15), drawn from trained maps that are part of the
 package: `lengthwise show --paper` draws the same. Each is the final layer of a small GPT-2 on one sequence of held-out
-text. *Context* is the spread over sequences at the same query and key, root mean square: 0 where the tokens do not
-matter. Ranges of the paper's own figures, of a larger model and more text, stand beside ours and were not tuned for.
+text. *Context* is short for context dependence: the spread over sequences at the same query and key, root mean square,
+0 where the tokens do not matter. The ranges of the paper's own figures, of a larger model and more text, are given
+beside ours and were not tuned for.
 
-This page is written by `python docs/gallery.py`, with every number computed from the maps. The same heads under the
-cursor: [gallery/page.html](gallery/page.html), one file that needs no network.
+This page is written by `python docs/gallery.py`, with every number computed from the maps. The same heads
+interactively: [gallery/page.html](gallery/page.html), one file that needs no network.
 """
 
 
@@ -104,8 +105,8 @@ def head_table(structures: Mapping[PaperFigure, Structure]) -> str:
     for figure, structure in structures.items():
         cells = []
         for low, high, context in zip(structure.least, structure.greatest, structure.context, strict=True):
-            follows = f"<br>{number(context)}" if figure.follows == "tokens" else ""
-            cells.append(f"{number(low)} to {number(high)}{follows}")
+            follows = f"<br>{format_number(context)}" if figure.follows == "tokens" else ""
+            cells.append(f"{format_number(low)} to {format_number(high)}{follows}")
         lines.append(f"| {figure.encoding} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

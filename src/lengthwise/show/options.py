@@ -140,7 +140,7 @@ def parse_heads(text: str) -> list[tuple[int, int]]:
     heads = []
     for pair in text.split(","):
         layer, _, head = pair.strip().partition(".")
-        if not (layer.isdigit() and head.isdigit() and int(layer) and int(head)):
+        if not (layer.isdecimal() and head.isdecimal() and int(layer) and int(head)):
             raise ValueError(f"detail must be LAYER.HEAD from 1 on, such as '12.1,12.3', got {text!r}")
         heads.append((int(layer) - 1, int(head) - 1))
     return heads

@@ -19,6 +19,10 @@ from lengthwise.show.trained_maps import load_trained, origin_line
 from lengthwise.views import PositionMaps
 from lengthwise.views.style import checked_path, save_picture
 
+HELD_OUT = "held-out text"
+Samples = dict[tuple[str, int, str, str], TokenSample]
+"""By vocabulary, its size, and text: models that read alike read the same."""
+
 NOT_TRAINED = "not trained: at its initial parameters"
 
 
@@ -46,35 +50,46 @@ def show_paper(
     loaded = [load_model(name, seed=seed, trust_remote_code=trust_remote_code) for name in names]
     if seed and not loaded and not initial:
         raise ValueError(f"--seed must be with runs or --initial, since trained maps have their own text, got {seed}")
-    given = {figure_of(one.name, one.model.config): one for one in reversed(loaded)}
-    samples: dict[tuple[str, str, str], TokenSample] = {}  # models that read alike read the same
+    given: dict[PaperFigure, LoadedModel] = {}
+    for one in loaded:
+        figure = figure_of(one.name, one.model.config)
+        if figure in given:
+            raise ValueError(
+                f"names must be of one model for each figure, got {given[figure].name} and {one.name}, both with "
+                f"{figure.encoding!r}"
+            )
+        given[figure] = one
+    samples: Samples = {}
     lines = ["# The figures of the CABLE paper, drawn anew", ""]
     for figure in FIGURES:
         trained = None if initial or figure in given else load_trained(figure)
+        shown, text = figure, HELD_OUT
         if trained is not None:
             maps, state = trained, "trained: comes with the package"
         else:
             model = given.get(figure) or initial_model(figure.encoding, figure.options, seed=seed)
-            maps = _model_maps(figure, model, samples, seed)
-            state = f"trained: {model.name}" if model.trained else NOT_TRAINED
+            shown = figure.of_config(model.model.config)
+            sample = _sample(model, samples, seed)
+            maps, text = _model_maps(figure, model, sample), sample.description
+            state = f"trained: {model.name}{_own_length(model)}" if model.trained else NOT_TRAINED
             state += "" if model.trained or initial else f", since no trained maps of {figure.encoding} are at hand"
-        path = save_picture(draw(figure, maps, state, style), folder / f"{figure.name}.png", force=force)
-        lines.append(
-            f"- Figure {figure.number}, [{path.name}]({path.name}) ({state}). {figure.caption}{training(maps)}"
-        )
+        path = save_picture(draw(shown, maps, state, style, text), folder / f"{figure.name}.png", force=force)
+        lines.append(f"- Figure {figure.number}, [{path.name}]({path.name}) ({state}). {shown.caption}{training(maps)}")
     write_atomic(folder / "README.md", "\n".join(lines) + "\n")
     return "\n".join([*lines[2:], f"Wrote {len(FIGURES)} figures and README.md to {folder}."])
 
 
-def draw(figure: PaperFigure, maps: PositionMaps, state: str = "", style: Style | None = None) -> Figure:
-    """One figure; its caption says how the model was trained or, where the maps do not know that, `state`."""
+def draw(
+    figure: PaperFigure, maps: PositionMaps, state: str = "", style: Style | None = None, text: str = HELD_OUT
+) -> Figure:
+    """One figure; its caption says what was read, and how the model was trained or, if nobody knows, `state`."""
     if style == "annotated":
         trained = f", trained on {maps.origin['tokens']:,} tokens" if maps.origin else ""
         return replace(maps, model=maps.model + trained).figure()
     (layer_map,) = maps.maps
     caption = (
         f"Figure {figure.number}. {figure.caption} The {maps.quantity} of all {maps.heads} heads in the final layer of "
-        f"{maps.model}, on {layer_map.queries} tokens of held-out text; query down, key across."
+        f"{maps.model}, on {layer_map.queries} tokens of {text}; query down, key across."
         f"{training(maps) or f' {state[:1].upper()}{state[1:]}.'}"
     )
     return maps.paper_figure(caption=caption)
@@ -85,13 +100,20 @@ def training(maps: PositionMaps) -> str:
     return f" {origin_line(maps.origin)}" if maps.origin else ""
 
 
-def _model_maps(
-    figure: PaperFigure, loaded: LoadedModel, samples: dict[tuple[str, str, str], TokenSample], seed: int
-) -> PositionMaps:
-    """A model's maps, computed."""
-    text = (loaded.vocabulary, loaded.source, loaded.split)
+def _own_length(model: LoadedModel) -> str:
+    """The length that a model was trained at, where its figure is of another."""
+    return "" if model.train_length == INITIAL_LENGTH else f", at length {model.train_length}"
+
+
+def _sample(loaded: LoadedModel, samples: Samples, seed: int) -> TokenSample:
+    """What a model reads."""
+    text = (loaded.vocabulary, loaded.model.config.vocab_size, loaded.source, loaded.split)
     if text not in samples:
         samples[text] = sample_tokens(loaded, length=INITIAL_LENGTH, seed=seed, count=SEQUENCES)
-    sample = samples[text]
+    return samples[text]
+
+
+def _model_maps(figure: PaperFigure, loaded: LoadedModel, sample: TokenSample) -> PositionMaps:
+    """A model's maps, computed."""
     maps = position_maps(loaded.model, sample.ids, quantity=figure.quantity, shown="first", tokens=sample.tokens)
     return replace(maps, model=loaded.name, encoding=figure.encoding)

@@ -4,7 +4,7 @@ Every figure is the final layer of a GPT-2 Small with 12 heads on one randomly s
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from lengthwise.model import LengthwiseConfig
@@ -42,6 +42,14 @@ class PaperFigure:
     def is_of(self, config: object) -> bool:
         """Whether a model's encoding is this figure's."""
         return isinstance(config, LengthwiseConfig) and config.encoding == self.encoding
+
+    def of_config(self, config: object) -> "PaperFigure":
+        """The same with a caption that names a model's own options, of which what the paper's says may be false."""
+        given = getattr(config, "encoding_options", None) or {}
+        own = {name: value for name, value in given.items() if self.options.get(name) != value}
+        if not own:
+            return self
+        return replace(self, caption=f"{self.encoding} with {', '.join(f'{k}={v!r}' for k, v in own.items())}.")
 
 
 FIGURES = (

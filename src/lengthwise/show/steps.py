@@ -19,6 +19,10 @@ def show_steps(
     for name, value in given.items():
         if value is not None:
             raise ValueError(f"snapshots decide {name} themselves, got --{name} {value}; leave it out with --by-step")
+    if options.seed:
+        raise ValueError(f"--seed must be without --by-step: snapshots have their own text, got {options.seed}")
+    if options.trust_remote_code:
+        raise ValueError("--trust-remote-code must be without --by-step, which loads no model")
     if len(names) != 1 or not Run.is_run(names[0]):
         raise ValueError(f"--by-step must be of one run of `lengthwise train`, got {', '.join(names) or 'none'}")
     run = Run(names[0])

@@ -83,10 +83,5 @@ def _span(numbers: Sequence[float]) -> str:
     >>> _span([-1.0, -2.5]), _span([0.0, 0.0]), _span([-1703.2])
     ('−2.5 to −1', '0', '−1,703')
     """
-    low, high = (number(x) for x in (min(numbers), max(numbers)))
+    low, high = (format_number(x) for x in (min(numbers), max(numbers)))
     return low if low == high else f"{low} to {high}"
-
-
-def number(x: float) -> str:
-    """Two digits or more, all of those before the point."""
-    return f"{x:,.0f}".replace("-", "\N{MINUS SIGN}") if abs(x) >= 100 else format_number(x)

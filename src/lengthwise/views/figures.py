@@ -5,11 +5,11 @@
 """
 
 import math
-from collections.abc import Sequence
-from textwrap import fill
+from collections.abc import Iterable, Sequence
 
 import matplotlib
 import numpy as np
+import torch
 from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
@@ -29,8 +29,10 @@ from lengthwise.views.style import (
     format_number,
     new_figure,
     ticks,
+    wrapped,
     write,
 )
+from lengthwise.views.tiles import Tiles
 
 SIDE, LEFT, RIGHT, ABOVE, BELOW = 1.16, 0.34, 0.45, 0.24, 0.22
 """A panel in inches: its side, and the room around it for ticks, colour bar and title."""
@@ -42,22 +44,30 @@ GAP = 6
 """White pixels between the small panels."""
 
 PLOT_WIDTH, PLOT_HEIGHT, PLOT_LEFT, PLOT_TOP, PLOT_BELOW, PLOT_KEY = 2.9, 2.1, 0.62, 0.48, 0.42, 0.75
-"""Inches: a panel, the space at its left, above and below it, and the legend beside it."""
+"""Inches: a panel, the space at its left, above and below it, and a column of the legend beside it."""
+
+KEY_LINES = 24
+"""How many heads a column of the legend has: as many as stand beside a panel."""
+
+NOTE = 0.2
+"""Inches below the last panel for a note of one line."""
 
 
 def grid(maps: LayerMaps, *, heads: Sequence[int] | None = None, shared: bool = False) -> Figure:
     """A panel per head of the only layer, each with a colour bar of its own range, or all with one that they share."""
     (layer_map,) = maps.maps
     shown = checked_heads(heads, layer_map.heads)
-    images = layer_map.pooled(RESOLUTION).mean.numpy()
-    log = maps.quantity == "weights"
+    tiles = layer_map.pooled(RESOLUTION)
+    images, log = tiles.mean.numpy(), maps.quantity == "weights"
     scale = colour_scale(images[shown], log=log) if shared else None
     across = min(len(shown), max(4, math.ceil(math.sqrt(len(shown)))))
     down = -(-len(shown) // across)
     width, height = LEFT + SIDE + RIGHT, ABOVE + SIDE + BELOW
-    top, bottom = 0.26, 0.2
-    figure = new_figure(across * width, top + down * height + bottom)
-    write(figure, 0.06, 0.06, heading(maps, layer_map), LARGE)
+    title, above = wrapped(heading(maps, layer_map), across * width - 0.12, LARGE)
+    note, below = wrapped("; ".join([legend(maps), *pooling([tiles.pool])]), across * width - 0.12, SMALL)
+    top = 0.26 + above
+    figure = new_figure(across * width, top + down * height + NOTE + below)
+    write(figure, 0.06, 0.06, title, LARGE)
     for place, head in enumerate(shown):
         row, column = divmod(place, across)
         axes = axes_at(figure, column * width + LEFT, top + row * height + ABOVE, SIDE, SIDE)
@@ -69,28 +79,39 @@ def grid(maps: LayerMaps, *, heads: Sequence[int] | None = None, shared: bool = 
             axes.set_ylabel("query", size=SMALL, labelpad=1)
         if place + across >= len(shown):
             axes.set_xlabel("key", size=SMALL, labelpad=1)
-    write(figure, 0.06, top + down * height + 0.06, legend(maps), SMALL, GREY)
+    write(figure, 0.06, top + down * height + 0.06, note, SMALL, GREY)
     return figure
 
 
 def overview(maps: LayerMaps) -> Figure:
     """A row per layer, a column per head, every head in its own range, which stands in its corner."""
-    rows = [layer_map.pooled(SMALL_RESOLUTION).mean.numpy() for layer_map in maps.maps]
-    down, across = rows[0].shape[1:]
+    rows = [layer_map.pooled(SMALL_RESOLUTION) for layer_map in maps.maps]
+    finest = min(tiles.pool for tiles in rows)
+    down, across = next(tiles.mean.shape[1:] for tiles in rows if tiles.pool == finest)
     step = (down + GAP, across + GAP)
     sheet = np.full((len(rows) * step[0], maps.heads * step[1], 4), 255, dtype=np.uint8)
     side = 0.56
     labels = [maps.layer_label(layer) for layer in maps.layers]
-    left, top = 0.5 + 0.055 * max(map(len, labels)), 0.5
-    figure = new_figure(left + maps.heads * side + 0.1, top + len(rows) * side + 0.24)
+    causal, log = maps.maps[0].causal, maps.quantity == "weights"
+    notes = ["query down, key across"]
+    notes += ["in the corner the greatest and the least of each head"] * causal
+    notes += ["colours follow the logarithm"] * log + pooling(tiles.pool for tiles in rows)
+    left = 0.5 + 0.055 * max(map(len, labels))
+    width = left + maps.heads * side + 0.1
+    title, above = wrapped(heading(maps, maps.maps[0]), width - 0.12, LARGE)
+    note, below = wrapped("; ".join(notes), width - 0.12, SMALL)
+    top = 0.5 + above
+    figure = new_figure(width, top + len(rows) * side + 0.24 + below)
     axes = axes_at(figure, left, top, maps.heads * side, len(rows) * side)
-    for row, images in enumerate(rows):
-        for head, image in enumerate(images):
-            scale = colour_scale(image, log=maps.quantity == "weights")
+    for row, tiles in enumerate(rows):
+        # Of tiles of several sizes each has as many pixels as it has of the smallest.
+        places = [torch.arange(size) * finest // tiles.pool for size in (down, across)]
+        for head, image in enumerate(tiles.mean[:, places[0][:, None], places[1]].numpy()):
+            scale = colour_scale(image, log=log)
             y, x = row * step[0], head * step[1]
-            sheet[y : y + image.shape[0], x : x + image.shape[1]] = scale.paint(image)
-            if maps.maps[row].causal:
-                ends = f"{format_number(float(scale.norm.vmax or 0))}\n{format_number(float(scale.norm.vmin or 0))}"
+            sheet[y : y + down, x : x + across] = scale.paint(image)
+            if causal:
+                ends = "\n".join(map(format_number, _ends(tiles, head)))
                 axes.text(
                     x + across, y, ends, size=4, color=GREY, ha="right", va="top", linespacing=1.0, parse_math=False
                 )
@@ -102,11 +123,17 @@ def overview(maps: LayerMaps) -> Figure:
     axes.set_yticklabels([f"Layer {layer + 1}\n{label}".rstrip() for layer, label in named], size=SMALL)
     axes.tick_params(length=0, labeltop=True, labelbottom=False, pad=2)
     axes.set_frame_on(False)
-    write(figure, 0.06, 0.06, heading(maps, maps.maps[0]), LARGE)
-    note = "query down, key across; in the corner the greatest and the least of each head's colours"
-    note += ", which follow the logarithm" if maps.quantity == "weights" else ""
+    write(figure, 0.06, 0.06, title, LARGE)
     write(figure, 0.06, top + len(rows) * side + 0.08, note, SMALL, GREY)
     return figure
+
+
+def _ends(tiles: Tiles, head: int) -> tuple[float, float]:
+    """The greatest and the least of a head; 0 where nothing is visible."""
+    visible = ~tiles.mean[head].isnan()
+    if not visible.any():
+        return 0.0, 0.0
+    return float(tiles.greatest[head][visible].max()), float(tiles.least[head][visible].min())
 
 
 def panel(
@@ -186,6 +213,13 @@ def legend(maps: LayerMaps) -> str:
     )
 
 
+def pooling(pools: Iterable[int]) -> list[str]:
+    """A note on how many pairs a pixel is the mean of, if more than one."""
+    sizes = set(pools)
+    up_to = "up to " if len(sizes) > 1 else ""
+    return [f"each pixel: the mean of {up_to}{max(sizes)} x {max(sizes)} pairs"] if max(sizes) > 1 else []
+
+
 def checked_heads(heads: Sequence[int] | None, count: int) -> list[int]:
     """The heads to draw, counted from 0, or an error."""
     shown = list(range(count)) if heads is None else list(heads)
@@ -211,18 +245,37 @@ def distance_plot(
     (layer_map,) = maps.maps
     shown = checked_heads(heads, layer_map.heads)
     panels = 1 if layer_map.kernel is None else 2
-    figure = new_figure(panels * (PLOT_LEFT + PLOT_WIDTH) + PLOT_KEY, PLOT_TOP + PLOT_HEIGHT + PLOT_BELOW)
-    # About 14 letters of this size go into an inch, and there is space for two lines.
-    write(figure, 0.06, 0.06, fill(heading(maps, layer_map), int(14 * figure.get_figwidth())), LARGE)
-    axes = axes_at(figure, PLOT_LEFT, PLOT_TOP, PLOT_WIDTH, PLOT_HEIGHT)
+    width = panels * (PLOT_LEFT + PLOT_WIDTH) + PLOT_KEY * key_columns(len(shown))
+    title, above = wrapped(heading(maps, layer_map), width - 0.12, LARGE)
+    top = PLOT_TOP + above
+    figure = new_figure(width, top + PLOT_HEIGHT + PLOT_BELOW)
+    write(figure, 0.06, 0.06, title, LARGE)
+    axes = axes_at(figure, PLOT_LEFT, top, PLOT_WIDTH, PLOT_HEIGHT)
     head_lines(axes, layer_map, shown, spread=spread)
     finish(axes, label(maps), log=log)
     if layer_map.kernel is not None:
-        axes = axes_at(figure, 2 * PLOT_LEFT + PLOT_WIDTH, PLOT_TOP, PLOT_WIDTH, PLOT_HEIGHT)
+        axes = axes_at(figure, 2 * PLOT_LEFT + PLOT_WIDTH, top, PLOT_WIDTH, PLOT_HEIGHT)
         plot(axes, np.arange(layer_map.kernel.shape[1]), layer_map.kernel, shown)
         finish(axes, "score of the mean query and key", log=log)
-    axes.legend(fontsize=SMALL, loc="upper left", bbox_to_anchor=(1.01, 1.02), frameon=False, labelspacing=0.35)
+    draw_key(axes, len(shown))
     return figure
+
+
+def key_columns(count: int) -> int:
+    """How many columns a legend of so many heads has."""
+    return -(-count // KEY_LINES)
+
+
+def draw_key(axes: Axes, count: int) -> None:
+    """A legend of the heads beside a panel."""
+    axes.legend(
+        fontsize=SMALL,
+        loc="upper left",
+        bbox_to_anchor=(1.01, 1.02),
+        frameon=False,
+        labelspacing=0.35,
+        ncols=key_columns(count),
+    )
 
 
 def compare(
@@ -240,26 +293,48 @@ def compare(
     shown = checked_heads(range(min(3, fewest)) if heads is None else heads, fewest)
     width, side = 2.3, 1.5
     rows = shown if have_maps else []
-    below = PLOT_TOP + PLOT_HEIGHT + PLOT_BELOW
-    figure = new_figure(len(several) * (PLOT_LEFT + width), below + len(rows) * (side + 0.3))
+    tiles = [layer_map.pooled(RESOLUTION) for layer_map in layer_maps] if rows else []
+    titles = [
+        wrapped(
+            f"{maps.layer_label(one.layer) or maps.encoding}: {maps.quantity}, layer {one.layer + 1}", width, MIDDLE
+        )
+        for maps, one in zip(several, layer_maps, strict=True)
+    ]
+    # Heads have the same colours in models that have as many; one legend is for all of these.
+    counts = [layer_map.heads for layer_map in layer_maps]
+    keys = [
+        0 if count == following else key_columns(count)
+        for count, following in zip(counts, [*counts[1:], 0], strict=True)
+    ]
+    whole = len(several) * (PLOT_LEFT + width) + sum(keys) * PLOT_KEY
+    models, above = wrapped(", ".join(dict.fromkeys(maps.model for maps in several)), whole - 0.12, LARGE)
+    notes = pooling(one.pool for one in tiles) if rows else []
+    note, note_below = wrapped("; ".join(notes), whole - 0.12, SMALL)
+    top = PLOT_TOP + above + max(further for _, further in titles)
+    below = top + PLOT_HEIGHT + PLOT_BELOW
+    end = below + len(rows) * (side + 0.3)
+    figure = new_figure(whole, end + (NOTE + note_below if notes else 0))
+    write(figure, 0.06, 0.06, models, LARGE)
+    write(figure, 0.06, end + 0.06, note, SMALL, GREY)
     first: Axes | None = None
     for column, (maps, layer_map) in enumerate(zip(several, layer_maps, strict=True)):
-        left = column * (PLOT_LEFT + width) + PLOT_LEFT
-        axes = axes_at(figure, left, PLOT_TOP, width - 0.15, PLOT_HEIGHT)
+        left = column * (PLOT_LEFT + width) + PLOT_LEFT + sum(keys[:column]) * PLOT_KEY
+        axes = axes_at(figure, left, top, width - 0.15, PLOT_HEIGHT)
         if first is not None and maps.quantity == several[0].quantity:
             axes.sharey(first)
         first = first or axes
         head_lines(axes, layer_map, checked_heads(None, layer_map.heads), spread=False)
         finish(axes, label(maps), log=log)
-        axes.set_title(f"{maps.encoding}: {maps.quantity}, layer {layer_map.layer + 1}", size=MIDDLE)
+        axes.set_title(titles[column][0], size=MIDDLE)
+        if keys[column]:
+            draw_key(axes, layer_map.heads)
         for row, head in enumerate(rows):
-            top = below + row * (side + 0.3) + 0.1
-            image = layer_map.pooled(256).mean[head].numpy()
-            bar = axes_at(figure, left + side + 0.06, top, 0.06, side)
-            map_axes = axes_at(figure, left, top, side, side)
+            map_top = below + row * (side + 0.3) + 0.1
+            image = tiles[column].mean[head].numpy()
+            bar = axes_at(figure, left + side + 0.06, map_top, 0.06, side)
+            map_axes = axes_at(figure, left, map_top, side, side)
             panel(map_axes, layer_map, image, colour_scale(image, log=maps.quantity == "weights"), bar)
             map_axes.set_ylabel(f"Head {head + 1}", size=SMALL, labelpad=1)
-    write(figure, 0.06, 0.06, ", ".join(dict.fromkeys(maps.model for maps in several)), LARGE)
     return figure
 
 

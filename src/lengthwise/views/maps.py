@@ -55,7 +55,7 @@ class Profile:
 
 @dataclass(frozen=True, eq=False)
 class LayerMap:
-    """One layer: `described` or `tiles` or, for quantity="profile", neither."""
+    """One layer: `described`, where causality alone hides keys, or `tiles` or, for quantity="profile", neither."""
 
     layer: int
     queries: int

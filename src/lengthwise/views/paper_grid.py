@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from lengthwise.views.figures import RESOLUTION, checked_heads, heading, panel
+from lengthwise.views.figures import RESOLUTION, checked_heads, heading, panel, pooling
 from lengthwise.views.maps import LayerMaps
 from lengthwise.views.style import LARGE, MIDDLE, axes_at, colour_scale, new_figure, write
 
@@ -22,11 +22,16 @@ def paper_grid(maps: LayerMaps, *, heads: Sequence[int] | None = None, caption: 
     """Three panels a row, each in its own range; the caption says what the maps are unless another is given."""
     (layer_map,) = maps.maps
     shown = checked_heads(heads, layer_map.heads)
-    images = layer_map.pooled(RESOLUTION).mean.numpy()
+    tiles = layer_map.pooled(RESOLUTION)
+    images = tiles.mean.numpy()
     across = min(ACROSS, len(shown))
     width, height = LEFT + SIDE + RIGHT, ABOVE + SIDE + BELOW
     panels = -(-len(shown) // across) * height
-    lines = textwrap.wrap(caption or f"{heading(maps, layer_map)}.", int(LETTERS * (across * width - 0.2)))
+    sentences = [
+        caption or f"{heading(maps, layer_map)}.",
+        *(f"{note.capitalize()}." for note in pooling([tiles.pool])),
+    ]
+    lines = textwrap.wrap(" ".join(sentences), int(LETTERS * (across * width - 0.2)))
     figure = new_figure(across * width, panels + 0.2 + len(lines) * LINE)
     for place, head in enumerate(shown):
         row, column = divmod(place, across)

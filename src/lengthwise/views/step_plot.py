@@ -5,12 +5,13 @@ from collections.abc import Mapping, Sequence
 
 import matplotlib
 import numpy as np
+import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from lengthwise.views.figures import checked_heads, label
 from lengthwise.views.maps import LayerMaps
-from lengthwise.views.style import GREY, LARGE, MIDDLE, SMALL, axes_at, new_figure, ticks, write
+from lengthwise.views.style import GREY, LARGE, MIDDLE, SMALL, axes_at, new_figure, ticks, wrapped, write
 
 ACROSS = 4
 WIDTH, HEIGHT, LEFT, RIGHT, ABOVE, BELOW = 1.3, 1.0, 0.5, 0.06, 0.24, 0.2
@@ -36,12 +37,16 @@ def step_plot(snapshots: Mapping[int, LayerMaps], *, heads: Sequence[int] | None
     across = min(ACROSS, len(shown))
     width, height = LEFT + WIDTH + RIGHT, ABOVE + HEIGHT + BELOW
     panels = -(-len(shown) // across) * height
-    figure = new_figure(across * width + KEY, TOP + panels + BOTTOM)
-    write(figure, 0.06, 0.06, f"{maps.title}, by distance, at {len(steps)} steps of training", LARGE)
+    room = across * width + KEY - 0.12
+    title, further = wrapped(f"{maps.title}, by distance, at {len(steps)} steps of training", room, LARGE)
+    note, below = wrapped(f"each panel in a range of its own; {_averaged(list(snapshots.values()))}", room, SMALL)
+    top = TOP + further
+    figure = new_figure(across * width + KEY, top + panels + BOTTOM + below)
+    write(figure, 0.06, 0.06, title, LARGE)
     colours = matplotlib.colormaps["viridis_r"](np.linspace(0.12, 1, len(steps)))
     for place, head in enumerate(shown):
         row, column = divmod(place, across)
-        axes = axes_at(figure, column * width + LEFT, TOP + row * height + ABOVE, WIDTH, HEIGHT)
+        axes = axes_at(figure, column * width + LEFT, top + row * height + ABOVE, WIDTH, HEIGHT)
         for step, colour in zip(steps, colours, strict=True):
             profile = snapshots[step].maps[0].profile
             axes.plot(profile.distances, profile.mean[head], color=colour, linewidth=0.7, label=f"{step:,}")
@@ -68,11 +73,19 @@ def step_plot(snapshots: Mapping[int, LayerMaps], *, heads: Sequence[int] | None
                 labelspacing=0.35,
                 handlelength=1.2,
             )
-    exact = not any(snapshots[step].maps[0].diagonal_spread.any() for step in steps)
-    note = "each panel in a range of its own; "
-    note += "the distance alone decides" if exact else "the mean over all pairs of a distance, which the tokens move"
-    write(figure, 0.06, TOP + panels + BOTTOM - 0.14, note, SMALL, GREY)
+    write(figure, 0.06, top + panels + BOTTOM - 0.14, note, SMALL, GREY)
     return figure
+
+
+def _averaged(snapshots: Sequence[LayerMaps]) -> str:
+    """What one number for a distance is the mean of."""
+    if not any(maps.diagonal_spread.any() for maps in snapshots):
+        return "the distance alone decides"
+    mean = "the mean over all pairs of a distance"
+    moved = torch.cat([maps.context_dependence for maps in snapshots])
+    if moved.isnan().any():
+        return mean
+    return f"{mean}, which {'the tokens move' if moved.any() else 'depends on the position too'}"
 
 
 def chosen_steps(steps: Sequence[int]) -> list[int]:

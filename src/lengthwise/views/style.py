@@ -5,6 +5,7 @@ Figures are made without pyplot: no window opens, nothing stays in memory, and s
 
 import io
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import Colormap, LogNorm, Normalize
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import text_to_path
 
 from lengthwise.files import write_atomic
 
@@ -80,9 +83,27 @@ def axes_at(figure: Figure, left: float, top: float, width: float, height: float
 
 
 def write(figure: Figure, left: float, top: float, text: str, size: float = MIDDLE, color: str = "black") -> None:
-    """A line of text by inches from the left and from the top."""
+    """Text by inches from the left and from the top."""
     wide, high = figure.get_size_inches()
     figure.text(left / wide, 1 - top / high, text, size=size, color=color, va="top", parse_math=False)
+
+
+def wrapped(text: str, width: float, size: float) -> tuple[str, float]:
+    """A text in lines that fit into a width in inches, and how many inches those after the first take."""
+    letters = max(1, len(text))
+    while True:
+        lines = textwrap.wrap(text, letters) or [""]
+        widest = max(_inches(line, size) for line in lines)
+        if widest <= width or letters == 1:
+            return "\n".join(lines), (len(lines) - 1) * 1.25 * size / 72
+        letters = max(1, min(letters - 1, int(letters * width / widest)))
+
+
+def _inches(line: str, size: float) -> float:
+    """How wide a line is, and a little more: hinted letters are wider."""
+    font = FontProperties(family=FONTS["font.family"], size=size)
+    points, _, _ = text_to_path.get_text_width_height_descent(line, font, ismath=False)
+    return 1.02 * float(points) / 72
 
 
 def ticks(length: int, most: int = 6) -> list[int]:
@@ -97,14 +118,15 @@ def ticks(length: int, most: int = 6) -> list[int]:
 
 
 def format_number(value: float) -> str:
-    """A number in two digits with a real minus sign; a dash where there is none.
+    """A number in two digits or, if there are more, all before the point, with a real minus sign; a dash for none.
 
-    >>> format_number(-0.0123), format_number(0.0), format_number(float("nan"))
-    ('−0.012', '0', '–')
+    >>> format_number(-0.0123), format_number(0.0), format_number(-1703.2), format_number(float("nan"))
+    ('−0.012', '0', '−1,703', '–')
     """
     if math.isnan(value):
         return "\N{EN DASH}"
-    return ("0" if value == 0 else f"{value:.2g}").replace("-", "\N{MINUS SIGN}")
+    whole = abs(value) >= 99.5
+    return ("0" if value == 0 else f"{value:,.0f}" if whole else f"{value:.2g}").replace("-", "\N{MINUS SIGN}")
 
 
 def checked_path(path: str | Path, *, force: bool) -> Path:

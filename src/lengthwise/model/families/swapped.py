@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import cycle
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +15,9 @@ from lengthwise.model.families.modules import attention_modules
 from lengthwise.model.families.swap import swap_of
 from lengthwise.token_layout import layout
 
+OWN = "own"
+"""What `fit` calls the encoding that a model had."""
+
 
 class SwappedFamily(Family):
     """Any model on transformers' attention interface, fitted."""
@@ -25,9 +29,16 @@ class SwappedFamily(Family):
 
     @property
     def encoding(self) -> str:
-        """As it was fitted."""
+        """As it was fitted; a name per layer where some have what they had."""
         fits = [module._lengthwise_fit for module in self.model.modules() if hasattr(module, "_lengthwise_fit")]
-        return str(fits[0].label) if fits else "own"
+        if not fits:
+            return OWN
+        label, fitted = str(fits[0].label), fits[0].encodings
+        depth = self.depths[""]
+        if not fitted or len(fitted) == depth:
+            return label
+        names = cycle(label.split(","))
+        return ",".join(next(names) if number in fitted else OWN for number in range(depth))
 
     @property
     def depths(self) -> Mapping[str, int]:
