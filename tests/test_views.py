@@ -336,7 +336,8 @@ def test_hostile_token_and_model_names_are_drawn_as_they_are(tmp_path):
     config.name_or_path = "$\\frac{<script>&"
     path = save_picture(position_maps(LengthwiseForCausalLM(config), tokens(1)).figure(), tmp_path / "a.svg")
     assert "<script>" not in path.read_text()
-    xml.etree.ElementTree.parse(path)
+    texts = xml.etree.ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")
+    assert any(config.name_or_path in (text.text or "") for text in texts)
 
 
 @pytest.mark.parametrize("case", KINDS)
