@@ -52,7 +52,7 @@ print("done")
 
 LATER = [
     "fire dape",
-    "dapev2",
+    "dapev2 t5",
     "inkling deberta",
     "learned cope",
     "bam xpos pope",

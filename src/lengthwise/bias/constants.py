@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
-Numbers = tuple[float, ...] | tuple[tuple[float, ...], ...]
+Numbers = tuple[int | float, ...] | tuple[tuple[int | float, ...], ...]
 
 
 class Constants:
