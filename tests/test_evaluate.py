@@ -11,6 +11,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from encoder_kit import loud_encoder
 from matplotlib.legend import Legend
 from model_kit import CASES, loud_model
 from rounding import EPS
@@ -270,16 +271,26 @@ def test_no_more_windows_go_together_than_memory_has_room_for(text, monkeypatch)
 
     nats, right, most = measured()
     assert most == len(plan.plan.windows) == 44
-    need = bytes_needed(model, length=17, scored=plan.plan.windows[0].scored)
-    monkeypatch.setattr(memory_module, "total_bytes", lambda: 2 * 3 * need)
+    need = bytes_needed(model, length=17, scored=plan.plan.windows[0].scored, batch=3)
+    monkeypatch.setattr(memory_module, "total_bytes", lambda: 2 * need)
     (plan,) = plan_lengths(model, len(text), [16], windows=11)
     assert plan.batch == 3
-    assert plan.bytes <= 3 * need
+    assert plan.bytes <= need
     fewer, right_of_fewer, most = measured()
     assert most == 3
     assert right_of_fewer == right
     # A sum of some losses, each of logits that are sums of 24 numbers.
     assert fewer == pytest.approx(nats, rel=64 * EPS)
+
+
+@pytest.mark.parametrize("of_model", [small, lambda: loud_encoder("alibi", vocab_size=257)])
+def test_memory_is_for_the_logits_of_a_part_of_a_batch_where_losses_are_taken_in_parts(of_model):
+    model, many = of_model(), 512
+    few = bytes_needed(model, length=16, scored=16, batch=many)
+    whole = bytes_needed(model, length=16, scored=16, batch=many, whole_logits=True)
+    assert whole - few == 2 * (16 * many - 512) * 257 * 4
+    theirs = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=3, n_embd=24, vocab_size=257))
+    assert bytes_needed(theirs, length=16, scored=16, batch=many) >= 2 * 16 * many * 257 * 4
 
 
 def test_what_several_processes_do_not_share_is_said(monkeypatch, caplog):

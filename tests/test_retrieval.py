@@ -353,8 +353,8 @@ def test_no_more_windows_of_an_encoder_go_together_than_memory_has_room_for(monk
     model.base_model.register_forward_pre_hook(lambda _, args: passed.append(len(args[0])))
     (whole,) = score_masked_lengths(model, made_corpus(), [16], mask=2, name="x", windows=7)
     assert passed == [7]
-    need = memory.bytes_needed(model, length=16, scored=16)
-    monkeypatch.setattr(memory, "total_bytes", lambda: 2 * 3 * need)
+    need = memory.bytes_needed(model, length=16, scored=16, batch=3)
+    monkeypatch.setattr(memory, "total_bytes", lambda: 2 * need)
     (parts,) = score_masked_lengths(model, made_corpus(), [16], mask=2, name="x", windows=7)
     assert passed[1:] == [3, 3, 1]
     assert parts.nats == pytest.approx(whole.nats, rel=1e-5)

@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from bisect import bisect_right
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from transformers import PreTrainedModel
 from lengthwise.attention.backend import total_bytes
 from lengthwise.distributed.model import sharing_processes
 from lengthwise.encodings import Encoding
-from lengthwise.model import LengthwiseForCausalLM
+from lengthwise.model import LengthwiseForCausalLM, LengthwiseForMaskedLM
 from lengthwise.model.fit import Fit, fit_of
 from lengthwise.model.stretch import stretched
 
@@ -20,7 +21,7 @@ BATCH_TOKENS = 8192
 """Tokens in a batch of windows, unless one window has more."""
 SMALLEST_CHUNK = 256
 LOGIT_ROWS = 512
-"""Rows of logits turned into losses at a time."""
+"""Rows of logits turned into losses at a time: of a whole batch, by our own models."""
 
 
 def bytes_needed(
@@ -31,10 +32,12 @@ def bytes_needed(
     batch: int = 1,
     chunk: int | None = None,
     processes: int = 1,
+    whole_logits: bool = False,
 ) -> int:
     """An estimate of the memory of a pass over windows of this length in one process, beside the weights.
 
-    Processes share a window that is not read in chunks.
+    Processes share a window that is not read in chunks. Losses of our own models never store the logits of all scored
+    tokens at once; `whole_logits` is for a caller that does.
     """
     config, item = model.config.get_text_config(), next(model.parameters()).element_size()
     heads = config.num_attention_heads
@@ -48,12 +51,14 @@ def bytes_needed(
     cache += 2 * keys * step if processes > 1 else 0
     # Four widths in the feed-forward layer, twice over, the tokens, queries, keys, values and output.
     working = 16 * step * width * item
-    rows = LOGIT_ROWS if isinstance(model, LengthwiseForCausalLM) else min(step, scored)
+    rows = batch * min(step, scored)
+    if isinstance(model, (LengthwiseForCausalLM, LengthwiseForMaskedLM)) and not whole_logits:
+        rows = min(rows, LOGIT_ROWS)
     logits = 2 * rows * config.vocab_size * 4
     scores = 2 * heads * step * length * 4 if config._attn_implementation == "eager" else 0
     # A window is a mask of booleans to transformers' own attention, filled in.
     windowed = config._attn_implementation == "sdpa" and getattr(config, "sliding_window", None)
-    return batch * (cache + working + scores + logits + (step * length if windowed else 0))
+    return batch * (cache + working + scores + (step * length if windowed else 0)) + logits
 
 
 def fitting_chunk(model: PreTrainedModel, *, length: int, scored: int, processes: int = 1) -> int | None:
@@ -83,11 +88,29 @@ def fitting_chunk(model: PreTrainedModel, *, length: int, scored: int, processes
 
 
 def fitting_batch(
-    model: PreTrainedModel, *, length: int, scored: int, chunk: int | None = None, processes: int = 1
+    model: PreTrainedModel,
+    *,
+    length: int,
+    scored: int,
+    chunk: int | None = None,
+    processes: int = 1,
+    whole_logits: bool = False,
 ) -> int:
     """How many windows go together: as many as BATCH_TOKENS and half of the memory have room for, but one always."""
-    need = bytes_needed(model, length=length, scored=scored, chunk=chunk, processes=processes)
-    return max(1, min(BATCH_TOKENS // length, memory_budget(model, processes) // need))
+
+    def need(batch: int) -> int:
+        return bytes_needed(
+            model,
+            length=length,
+            scored=scored,
+            batch=batch,
+            chunk=chunk,
+            processes=processes,
+            whole_logits=whole_logits,
+        )
+
+    most = range(1, BATCH_TOKENS // length + 1)
+    return max(1, bisect_right(most, memory_budget(model, processes), key=need))
 
 
 def _log_whole(length: int, reason: str) -> None:

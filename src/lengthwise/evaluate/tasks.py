@@ -161,7 +161,7 @@ def _right(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, drawn: Se
         check_length(model, total - 1)
         if fitting_chunk(model, length=total, scored=scored) is not None:
             raise MemoryError(f"examples of {total:,} tokens must fit in memory whole; leave out that length")
-        at_once = fitting_batch(model, length=total, scored=scored)
+        at_once = fitting_batch(model, length=total, scored=scored, whole_logits=True)
         for first in range(0, len(rows), at_once):
             batch = torch.tensor(rows[first : first + at_once], device=model.device)
             likeliest = last_logits(model, batch[:, :-1], scored).argmax(-1)
