@@ -11,6 +11,7 @@ weights make attention so flat that a wrong position hardly shows.
 """
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -36,6 +37,9 @@ LOUD = 20 * 0.02
 
 RELATIVE = 1e-5
 """How far two roads to the same float32 output may differ, relative to the largest output."""
+
+FEWEST_NUMBERS = 48
+"""How many numbers of a gradient an error is taken from, at least."""
 
 
 NUMBERS = 2000
@@ -557,11 +561,14 @@ def assert_near(actual: Tensor, expected: Tensor, where: str) -> None:
     assert error <= RELATIVE * scale, f"They differ by {error:.1e}, where the largest is {scale:.1e}: {where}."
 
 
-def _with_gradients(layer: Layer, x: Tensor, tries: int = 4) -> dict[str, Tensor]:
+def _with_gradients(layer: Layer, x: Tensor) -> dict[str, Tensor]:
     """Output and gradients of input and parameters, by name, for several gradients of the output, stacked.
 
-    One try would not do: a sum that happens to cancel has no error to compare with.
+    One try would not do: a sum that happens to cancel has no error to compare with. A parameter of few numbers needs
+    more of them, or two errors would differ by the draw alone.
     """
+    fewest = min(parameter.numel() for parameter in layer.parameters())
+    tries = max(4, math.ceil(FEWEST_NUMBERS / fewest))
     x = x.clone().requires_grad_()
     out = layer(x)
     generator = torch.Generator().manual_seed(3)
