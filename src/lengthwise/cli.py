@@ -1,6 +1,7 @@
 """The command line: parsing only. torch is loaded when a command runs, so that --help is fast."""
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -50,8 +51,20 @@ class Command(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `lengthwise COMMAND ...`."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    """Run `lengthwise COMMAND ...`; quiet where the reader of its output, such as `head`, has ended before it."""
+    try:
+        try:
+            run_command(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes once more at its end, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+
+
+def run_command(words: list[str]) -> None:
+    """Parse the words of a command line, and do it."""
     if not words:
         fail("lengthwise", f"expected a COMMAND, got none; known: {', '.join(COMMANDS)}")
     parser = OptionParser(
