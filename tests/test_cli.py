@@ -1,8 +1,10 @@
 """The command line, as a user runs it."""
 
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -70,7 +72,7 @@ def test_info_calls_a_backend_that_gives_other_numbers_faulty(monkeypatch):
     assert faults["no bias"] == "output or gradients differ from the reference"
 
 
-@pytest.mark.parametrize(("arguments", "words"), [(["bogus"], "invalid choice: 'bogus'"), ([], "COMMAND")])
+@pytest.mark.parametrize(("arguments", "words"), [(["bogus"], "unknown COMMAND 'bogus'; known: encodings"), ([], "COMMAND")])
 def test_a_command_that_is_not_there_is_answered_with_those_that_are(arguments, words):
     done = subprocess.run([sys.executable, "-m", "lengthwise.cli", *arguments], capture_output=True, text=True)
     assert done.returncode == 2
@@ -319,8 +321,9 @@ def test_a_device_that_is_not_there_is_one_line(command, small_run, capsys):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"steps: [3\n", "config"),
-        (b"stepz: 3\n", "stepz"),
+        (b"steps: [3\n", "--config must be YAML, got an error in line 2, column 1: did not find expected ',' or ']'"),
+        (b"stepz: 3\n", "unknown option 'stepz' in the config; did you mean 'steps'? See lengthwise"),
+        (b"[1]\n", "--config must be a YAML mapping from options to values, got [1]"),
         (b"steps: many\n", "--steps must be an int or null, got 'many'"),
         ("data: Zoë.txt\n".encode("latin-1"), "a config must be UTF-8, got byte 0xeb at offset 8"),
     ],
@@ -336,6 +339,26 @@ def test_a_run_whose_config_is_damaged_is_not_resumed(tmp_path, capsys):
     assert "config.yaml" in failure_line(capsys, ["train", "--resume", "--out", str(tmp_path)])
 
 
+WORDS = {
+    "export a": "expected --out (the folder to write, new or empty), got none",
+    "train --optimizer sgd": "--optimizer must be 'adamw' or 'muon' or null, got 'sgd'",
+    'study --rates {"alibi":0.1}': '--rates must be a dictionary such as {"fire": {"encoding_learning_rate": 0.06}}',
+    "train --stepz 3": "unknown option --stepz; did you mean '--steps'? See lengthwise train --help",
+    "train extra": "expected options, which begin with --, got 'extra'",
+    "train --steps": "--steps must be an int or null, got none",
+    "info --quick=3": "--quick is given without a value, got '3'",
+    "train --config none.yaml": "--config must be a YAML file that can be read, got",
+    "train --out a --layers rope:512,": "layers must be encodings between commas, as in 'rope:512,none', got 'rope:512,'",
+}
+"""Command lines with an error that is not one of a value, and what must be said of it."""
+
+
+@pytest.mark.parametrize("command", WORDS)
+def test_a_mistake_is_answered_with_what_was_expected_and_what_was_got(command, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert WORDS[command] in failure_line(capsys, command.split())
+
+
 def test_an_interrupted_command_ends_with_the_exit_code_of_shells_and_no_traceback(monkeypatch, capsys):
     def interrupted(**options):
         raise KeyboardInterrupt
@@ -345,6 +368,15 @@ def test_an_interrupted_command_ends_with_the_exit_code_of_shells_and_no_traceba
         main(["info"])
     assert ended.value.code == 130
     assert capsys.readouterr().err == ""
+
+
+def test_a_command_whose_reader_has_ended_ends_quietly_as_others_of_unix_do():
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "lengthwise.cli", "encodings"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_a_config_file_of_the_first_edition_is_read(tmp_path):

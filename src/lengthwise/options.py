@@ -5,14 +5,16 @@ Options are spelled with dashes; underscores are accepted. A list is given as wo
 of JSON, `--lengths '[128, 256]'`. An error is one line and the exit code 2.
 """
 
+import difflib
 import json
 import re
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import field, fields
 from types import UnionType
-from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
+import yaml
 from jsonargparse import ActionYesNo, ArgumentParser, Namespace
 
 TYPE_NAMES = {int: "an int", float: "a number", str: "a string", type(None): "null"}
@@ -118,17 +120,80 @@ class OptionParser(ArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """One line instead of a page of usage."""
         parser = getattr(ex, "subcommand_parser", None) or self
+        if missing := re.fullmatch(r"the following arguments are required: (\w+)\..*", message):
+            parser = self._subcommands_action.choices[missing[1]]
+        fault = getattr(ex, "__cause__", None)
+        if isinstance(fault, yaml.MarkedYAMLError) and (mark := fault.problem_mark) is not None:
+            message = f"--config must be YAML, got an error in line {mark.line + 1}, column {mark.column + 1}: {fault.problem}"
         fail(parser.prog.replace(" [options]", ""), parser.plain_error(message))
 
     def plain_error(self, message: str) -> str:
-        """jsonargparse's message as "--steps must be an int or null, got 'many'", where it is about a value."""
+        """jsonargparse's message as "--steps must be an int or null, got 'many'": expected, got, and what to do."""
+        for pattern, rewritten in (
+            (r"the following arguments are required: (.*)", self._missing),
+            (r"unrecognized arguments: (.*)", self._unrecognized),
+            (r"Subcommand '\w+' does not accept option '([^.]+).*'", self._unknown_in_config),
+            (r"argument \w+: invalid choice: '(.*)' \(choose from (.*)\)", _unknown_command),
+            (r"argument ([\w-]+).*: expected one argument", self._without_value),
+            (r"argument ([\w-]+).*: ignored explicit argument (.*)", r"\1 is given without a value, got \2"),
+            (r'Parser key "config": (.*): (.*)', r"--config must be a YAML file that can be read, got \2: \1"),
+            (r"Unexpected config: (.*)", r"--config must be a YAML mapping from options to values, got \1"),
+        ):
+            if re.fullmatch(pattern, message.strip()):
+                return re.sub(pattern, rewritten, message.strip())
         key = re.search(r'Parser key "([\w.]+)"', message)
         value = re.search(r"(?:Given|Got) value: (.*)", message)
         if key is None or value is None:
             return message
         name = "--" + key[1].rpartition(".")[2].replace("_", "-")
         kind = self.option_types.get(name)
-        return message if kind is None else f"{name} must be {_type_name(kind)}, got {value[1]!r}"
+        return message if kind is None else f"{name} must be {self._expected(name)}, got {value[1]!r}"
+
+    def _help_of(self, name: str) -> str:
+        """The line of an option or a positional argument in --help."""
+        return next(str(a.help) for a in self._actions if name in (*a.option_strings, a.dest))
+
+    def _expected(self, name: str) -> str:
+        """The type of an option in words; of a dictionary also the example of its line in --help."""
+        example = re.search(r"\{.*\}", self._help_of(name))
+        words = _type_name(self.option_types[name])
+        return words.replace("a dictionary", f"a dictionary such as {example[0]}", 1) if example else words
+
+    def _missing(self, match: re.Match[str]) -> str:
+        wanted = []
+        for name in (name.rpartition(".")[2] for name in match[1].split(", ")):
+            (action,) = (action for action in self._actions if action.dest == name)
+            wanted.append(f"{(action.option_strings or [action.metavar])[0]} ({action.help})")
+        return f"expected {' and '.join(wanted)}, got none"
+
+    def _unrecognized(self, match: re.Match[str]) -> str:
+        word = next((word for word in match[1].split() if word.startswith("-")), None)
+        if word is None:
+            return f"expected options, which begin with --, got {match[1]!r}"
+        name = word.partition("=")[0]
+        return f"unknown option {name}; {_hint(name, self.option_types, f'see {self._command} --help')}"
+
+    def _unknown_in_config(self, match: re.Match[str]) -> str:
+        known = [name.removeprefix("--").replace("-", "_") for name in self.option_types]
+        return f"unknown option {match[1]!r} in the config; {_hint(match[1], known, f'see {self._command} --help')}"
+
+    def _without_value(self, match: re.Match[str]) -> str:
+        return f"{match[1]} must be {self._expected(match[1])}, got none"
+
+    @property
+    def _command(self) -> str:
+        return str(self.prog).replace(" [options]", "")
+
+
+def _unknown_command(match: re.Match[str]) -> str:
+    known = match[2].replace("'", "")
+    return f"unknown COMMAND {match[1]!r}; {_hint(match[1], known.split(', '), f'known: {known}')}"
+
+
+def _hint(word: str, known: Collection[str], advice: str) -> str:
+    """The known name that is nearest, if one is near, and advice."""
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {near[0]!r}? {advice[0].upper()}{advice[1:]}" if near else advice
 
 
 def _element_type(kind: Any) -> Any:
@@ -149,7 +214,7 @@ def _as_list(words: list[str], kind: Any) -> list[str]:
 def _type_name(kind: Any) -> str:
     if kind in TYPE_NAMES:
         return TYPE_NAMES[kind]
-    if isinstance(kind, UnionType):
+    if get_origin(kind) in (Union, UnionType):  # Literal | None is the former
         return " or ".join(map(_type_name, get_args(kind)))
     if get_origin(kind) is list:
         return f"a list of {_type_name(get_args(kind)[0]).split()[-1]}s"

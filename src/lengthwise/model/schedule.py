@@ -74,7 +74,9 @@ class LayerSpec:
 def parse_layers(layers: object) -> list[LayerSpec]:
     """A schedule from its short form, or from a list of layers, each a dictionary or in the short form."""
     if isinstance(layers, str):
-        layers = [layer.strip() for layer in layers.split(",")]
+        short, layers = layers, [layer.strip() for layer in layers.split(",")]
+        if not all(layers):
+            raise OptionError(f"layers must be encodings between commas, as in 'rope:512,none', got {short!r}")
     if not isinstance(layers, list | tuple) or not layers:
         raise OptionError(f"layers must be a list of layers, or in short 'rope:512,none', got {describe(layers)}")
     return [parse_layer(layer) for layer in layers]
