@@ -4,7 +4,7 @@
     mldr-en/           corpus.jsonl, queries.jsonl, qrels/test.tsv: evaluate --retrieval --retrieval-set mldr-en
 
 The data of configs/retrieval/msmarco-base-512.yaml and configs/studies/mldr-en.yaml. Needs the network and
-`pip install "lengthwise[data]"`; tests have a stand-in. Both data sets have licences of their own.
+`pip install ".[data]"` in a clone; tests have a stand-in. Both data sets have licences of their own.
 """
 
 import gzip

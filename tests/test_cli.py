@@ -408,4 +408,4 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra(capsys, monkeyp
     monkeypatch.delitem(sys.modules, "lengthwise.serve.server", raising=False)
     for module in [name for name in sys.modules if name.startswith("starlette.")]:
         monkeypatch.delitem(sys.modules, module)
-    assert "pip install 'lengthwise[serve]'" in failure_line(capsys, ["serve"])
+    assert "in a clone of Lengthwise: pip install '.[serve]'" in failure_line(capsys, ["serve"])

@@ -105,7 +105,8 @@ def test_a_missing_package_is_named_by_its_extra(tmp_path, monkeypatch, capsys, 
     with pytest.raises(SystemExit) as end:
         main([*words, "--tokenizer", "bytes", "--steps", "3", "--warmup", "1", "--lengths", "32"])
     assert end.value.code == 2
-    assert f"the package '{package}' must be installed: pip install 'lengthwise[{engine}]'" in capsys.readouterr().err
+    words = f"the package '{package}' must be installed; in a clone of Lengthwise: pip install '.[{engine}]'"
+    assert words in capsys.readouterr().err
     assert not (Path(config.out) / "runs").exists()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 from lengthwise import __version__
-from lengthwise.errors import UserError
+from lengthwise.errors import UserError, how_to_install
 from lengthwise.evaluate.config import EvalConfig
 from lengthwise.options import OptionParser, fail
 from lengthwise.study.config import NOT_SHARED, StudyConfig
@@ -100,7 +100,7 @@ def user_errors(name: str, function: Callable[P, T]) -> Callable[P, T]:
         except ModuleNotFoundError as error:
             package = (error.name or "").partition(".")[0]
             extra = EXTRAS.get(package, "lab")
-            fail(f"lengthwise {name}", f"the package {package!r} must be installed: pip install 'lengthwise[{extra}]'")
+            fail(f"lengthwise {name}", f"the package {package!r} must be installed; {how_to_install(extra)}")
         except FIXABLE as error:
             fail(f"lengthwise {name}", str(error) or type(error).__name__)
 

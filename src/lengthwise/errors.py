@@ -15,6 +15,11 @@ class UserError(Exception):
     """What was asked for cannot be had, and the message says what can: a command prints it as one line."""
 
 
+def how_to_install(extra: str) -> str:
+    """The command for an extra, such as "lab"; Lengthwise is on no package index, so a clone is needed."""
+    return f"in a clone of Lengthwise: pip install '.[{extra}]'"
+
+
 class OptionError(UserError, TypeError, ValueError):
     """An encoding does not take these options. Both kinds, since Python calls an unknown keyword a TypeError."""
 

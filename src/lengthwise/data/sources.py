@@ -31,7 +31,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, Literal, Protocol
 
-from lengthwise.errors import check_choice
+from lengthwise.errors import check_choice, how_to_install
 from lengthwise.tasks import ALL_TASKS, TASKS, TaskSource
 
 Split = Literal["train", "held-out", "all", "fitting", "validation"]
@@ -275,7 +275,7 @@ def _read_parquet(path: Path) -> Iterator[str]:
     try:
         from pyarrow import parquet
     except ImportError:
-        raise ImportError('parquet files need pyarrow; install it with pip install "lengthwise[data]"') from None
+        raise ImportError(f"parquet files need the package pyarrow; {how_to_install('data')}") from None
     number = 0
     for batch in parquet.ParquetFile(path).iter_batches(batch_size=256):
         for row in batch.to_pylist():
@@ -344,9 +344,7 @@ class HubSource:
         try:
             from datasets import load_dataset
         except ImportError:
-            raise ImportError(
-                'data sets of the hub need the package datasets; install it with pip install "lengthwise[data]"'
-            ) from None
+            raise ImportError(f"data sets of the hub need the package datasets; {how_to_install('data')}") from None
         try:
             rows: Iterable[dict[str, Any]] = load_dataset(self.data.name, self.data.config, split=part, streaming=True)
             for row in rows:
