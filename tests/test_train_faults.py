@@ -96,6 +96,16 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(whole, tmp
     assert_same_run(Run(config.out), whole)
 
 
+def test_resuming_where_there_is_no_run_begins_one_and_says_so(tmp_path, caplog):
+    config = small_config(tmp_path, "mistyped", resume=True)
+    with caplog.at_level("INFO"):
+        assert train(config).is_finished
+    assert f"there is no run in {config.out} to resume: a new one begins at the first step" in caplog.text
+    caplog.clear()
+    train(config)
+    assert "no run" not in caplog.text
+
+
 def test_without_one_whole_checkpoint_nothing_is_resumed(tmp_path, monkeypatch):
     config = small_config(tmp_path)
     stop_after(2, config, monkeypatch)
