@@ -334,6 +334,15 @@ def test_a_config_file_with_an_error_is_one_line(command, content, words, tmp_pa
     assert words in failure_line(capsys, [command, "--config", str(tmp_path / "bad.yaml")])
 
 
+@pytest.mark.parametrize("command", ["train", "study --plan", "evaluate a", "export a", "show --paper"])
+def test_a_file_for_a_folder_is_refused_before_anything_is_read(command, tmp_path, capsys):
+    path = tmp_path / "file"
+    path.touch()
+    line = failure_line(capsys, [*command.split(), "--out", str(path)])
+    assert line.endswith(f"--out must be a folder, got the file {str(path)!r}")
+    assert f"got '{path}/a' in the file" in failure_line(capsys, [*command.split(), "--out", f"{path}/a"])
+
+
 def test_a_run_whose_config_is_damaged_is_not_resumed(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text("version: [1\n")
     assert "config.yaml" in failure_line(capsys, ["train", "--resume", "--out", str(tmp_path)])

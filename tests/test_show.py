@@ -184,6 +184,7 @@ def remote_code(folder):
         (["remote"], "brings code of its own.*--trust-remote-code"),
         (["none", "--quantity", "bias"], "adds no"),
         (["mine", "--paper", "--out", "empty/config.txt"], "--out must be a folder"),
+        (["--paper", "--out", "x.png"], "--out must be a folder, got 'x.png', the name of a file; use e.g. --out x"),
         (["--paper", "--length", "99"], "figures decide length"),
         (["--paper", "--detail", "1.1"], "figures decide detail"),
         (["--paper", "--seed", "3"], "--seed must be with runs or --initial"),

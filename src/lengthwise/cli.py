@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 from lengthwise import __version__
 from lengthwise.errors import UserError, how_to_install
 from lengthwise.evaluate.config import EvalConfig
+from lengthwise.files import check_folder_to_write
 from lengthwise.options import OptionParser, fail
 from lengthwise.study.config import NOT_SHARED, StudyConfig
 from lengthwise.train.config import FORMAT, TrainConfig
@@ -162,6 +163,7 @@ def export(source: str, out: str) -> str:
     from lengthwise.loading import progress_bars_on_terminals_only, readable, resolve_checkpoint, undamaged
     from lengthwise.model.export import class_of, export
 
+    check_folder_to_write(out)
     checkpoint = resolve_checkpoint(source)
     with readable(checkpoint):
         loader = class_of(checkpoint).__name__.replace("Lengthwise", "AutoModel")
@@ -315,6 +317,8 @@ def evaluate(sources: list[str], device: str, trust_remote_code: bool, out: str 
     from lengthwise.loading import local_device
 
     config = EvalConfig(**options)
+    if out is not None:
+        check_folder_to_write(out)
     measure: Callable[..., Any] = evaluate_retrieval if config.retrieval else evaluate_models
     # Under torchrun all processes share each text; the first one speaks.
     with joined(local_device(device)) as is_first:

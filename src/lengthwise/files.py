@@ -107,6 +107,15 @@ def appears(path: Path) -> bool:
         time.sleep(0.1)
 
 
+def check_folder_to_write(path: str | Path, name: str = "--out") -> None:
+    """An error for a folder to write to that is a file, or that is in one."""
+    path = Path(path)
+    first = next((place for place in (path, *path.parents) if place.exists()), None)
+    if first is not None and not first.is_dir():
+        inside = "" if first == path else f"{str(path)!r} in "
+        raise NotADirectoryError(f"{name} must be a folder, got {inside}the file {str(first)!r}")
+
+
 def missing_path(name: str | Path) -> str | None:
     """What is wrong with a name that can only be that of a folder, which is not there; None for any other.
 

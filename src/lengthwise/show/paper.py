@@ -10,14 +10,14 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from lengthwise.files import write_atomic
+from lengthwise.files import check_folder_to_write, write_atomic
 from lengthwise.inspect import position_maps
 from lengthwise.loading import INITIAL_LENGTH, LoadedModel, TokenSample, initial_model, load_model, sample_tokens
 from lengthwise.show.options import SEQUENCES, Style
 from lengthwise.show.paper_figures import FIGURES, PaperFigure, figure_of
 from lengthwise.show.trained_maps import load_trained, origin_line
 from lengthwise.views import PositionMaps
-from lengthwise.views.style import checked_path, save_picture
+from lengthwise.views.style import FORMATS, checked_path, save_picture
 
 HELD_OUT = "held-out text"
 Samples = dict[tuple[str, int, str, str], TokenSample]
@@ -43,8 +43,12 @@ def show_paper(
     seed        of the text that models read, and of initial parameters; trained maps have a text of their own
     """
     folder = Path(out or "paper-figures")
-    if folder.is_file():
-        raise NotADirectoryError(f"--out must be a folder for the figures, got the file {folder}")
+    check_folder_to_write(folder)
+    if folder.suffix.lower() in (".html", *(f".{name}" for name in FORMATS)) and not folder.exists():
+        raise ValueError(
+            f"--paper draws {len(FIGURES)} figures, so that --out must be a folder, got {out!r}, the name of a file; "
+            f"use e.g. --out {folder.with_suffix('')}"
+        )
     for figure in FIGURES:
         checked_path(folder / f"{figure.name}.png", force=force)
     loaded = [load_model(name, seed=seed, trust_remote_code=trust_remote_code) for name in names]

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from lengthwise.errors import check_choice, check_int, check_number
 from lengthwise.evaluate.config import EvalConfig
+from lengthwise.files import check_folder_to_write
 from lengthwise.options import option
 from lengthwise.train.config import TrainConfig
 
@@ -89,7 +90,8 @@ class StudyConfig:
     evaluation: EvalConfig = field(default_factory=EvalConfig)
 
     def __post_init__(self) -> None:
-        """An error for options of an engine that make no sense, before anything is planned or trained."""
+        """An error for a folder or an engine that cannot be so, before anything is planned or trained."""
+        check_folder_to_write(self.out)
         check_choice("engine", self.engine, ENGINES)
         for name in ("jobs", "cpus"):
             if getattr(self, name) is not None:

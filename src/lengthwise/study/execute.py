@@ -35,10 +35,10 @@ from lengthwise.study.config import StudyConfig
 from lengthwise.study.engine import TRAINED_ELSEWHERE, LocalPool, StudyProgress, train_runs
 from lengthwise.study.engines import make_engine
 from lengthwise.study.evaluator import RunEvaluator
-from lengthwise.study.record import RunRecord, TrainingSummary, read_outcome
+from lengthwise.study.record import RECORDS, RunRecord, TrainingSummary, read_outcome
 from lengthwise.study.report import write_report
 from lengthwise.study.results import StudyResults
-from lengthwise.study.runs import StudyRun, contrastive_runs, evaluation_of, study_runs
+from lengthwise.study.runs import RUNS, StudyRun, contrastive_runs, evaluation_of, study_runs
 from lengthwise.study.tune import with_tuned_rates
 from lengthwise.study.upload import upload_run
 from lengthwise.tasks import find_task
@@ -51,6 +51,11 @@ MEASURE_ERRORS = (ArithmeticError, LookupError, OSError, RuntimeError, ValueErro
 
 def run_study(config: StudyConfig) -> str:
     """Do it; the table, the runs that are missing, and the report's path."""
+    if not config.train and not any((Path(config.out) / name).is_dir() for name in (RUNS, RECORDS)):
+        raise FileNotFoundError(
+            f"--no-train measures the study in --out, got {config.out!r}, which has neither {RUNS} nor {RECORDS}; check "
+            "the name, or leave out --no-train"
+        )
     clock = StudyClock(Path(config.out))
     check_paper(config.paper)
     check_beside(config)

@@ -18,6 +18,8 @@ from lengthwise.train.setup import model_config
 
 RATES = ("learning_rate", "final_learning_rate", "encoding_learning_rate")
 """What a study may set by encoding."""
+RUNS = "runs"
+"""The folder of a study's runs."""
 LENGTH_MULTIPLES = (1, 2, 4, 8, 16)
 WINDOWS = 128
 NOT_CONTRASTIVE = frozenset({"objective", "out", "start_from", "seed", "resume", "encoding", "layers", "sizes"})
@@ -159,7 +161,7 @@ def study_runs(config: StudyConfig) -> list[StudyRun]:
             rates: dict[str, Any] = dict(config.rates.get(encoding, {}))
             own = dataclasses.replace(
                 training_of(config, encoding),
-                out=str(Path(config.out) / "runs" / run_name(encoding, seed)),
+                out=str(Path(config.out) / RUNS / run_name(encoding, seed)),
                 seed=seed,
                 resume=True,
                 evaluate_lengths=[length],

@@ -7,6 +7,7 @@ has.
 """
 
 import json
+import logging
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,11 +25,13 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from lengthwise.files import check_folder_to_write
 from lengthwise.runs import Run, RunWriter
 from lengthwise.train.config import ResolvedTrainConfig
 from lengthwise.train.distributed import World
 from lengthwise.train.optimizers import Optimizers
 
+log = logging.getLogger(__name__)
 WRITE_ERRORS = (OSError, SafetensorError, CheckpointException)
 
 
@@ -36,6 +39,7 @@ def check_folder(config: ResolvedTrainConfig) -> None:
     """An error unless the run's folder is free, or has this run and it is to be resumed."""
     if not config.out:
         raise ValueError("--out must be the run's folder, got ''; give one, e.g. --out runs/first")
+    check_folder_to_write(config.out)
     if not Run.is_run(config.out):
         return
     if not config.resume:
@@ -53,6 +57,8 @@ def open_run(
     assert writer is not None
     check_folder(config)  # another process may have begun, stopped or finished a run there while data was prepared
     if not Run.is_run(config.out):
+        if config.resume:
+            log.info("there is no run in %s to resume: a new one begins at the first step", config.out)
         writer.write_config(config.stored())
         return None
     if Run(config.out).is_finished:  # its checkpoints may have been removed since
