@@ -50,6 +50,9 @@ CORPUS_TOKENS = 2**20
 CAUSAL_OPTIONS = ("protocol", "stride", "chunk", "by_position", "stretch", "tasks")
 """What changes nothing of an encoder's measurement."""
 
+NOT_ALWAYS_WRITTEN = ("tasks.json", "lengths.png", "positions.png", "control.png", "tasks.png")
+"""Files that an evaluation has only where its options ask for them, and where they can be drawn."""
+
 MASKED = "ForMaskedLM"
 EXPECTED = "expected a trained causal language model with its tokenizer"
 
@@ -124,7 +127,11 @@ class Evaluation:
         return "\n".join([markdown(self.rows()), "", *(f"- {note}" for note in self.notes()), *tasks])
 
     def write(self, folder: Path) -> list[Path]:
-        """JSON, CSV, Markdown, LaTeX and the figures; a figure that cannot be drawn is logged and left out."""
+        """JSON, CSV, Markdown, LaTeX and the figures; a figure that cannot be drawn is logged and left out.
+
+        What an earlier evaluation left in the folder and this one does not have is removed: it would pass for this one's.
+        """
+        is_another_there = (folder / "scores.json").is_file()
         texts = {
             "scores.json": self.table.json(),
             "scores.csv": self.table.csv(),
@@ -134,7 +141,12 @@ class Evaluation:
         if self.tasks:
             texts["tasks.json"] = json_text([score.as_json() for score in self.tasks])
         written = [write_atomic(folder / name, content.rstrip("\n") + "\n") for name, content in texts.items()]
-        return [*written, *self._draw(folder)]
+        written += self._draw(folder)
+        for path in (folder / name for name in NOT_ALWAYS_WRITTEN):
+            if is_another_there and path.is_file() and path not in written:
+                path.unlink()
+                log.info("removed %s, of an earlier evaluation", path)
+        return written
 
     def _draw(self, folder: Path) -> Iterator[Path]:
         from lengthwise.views.style import save_picture
