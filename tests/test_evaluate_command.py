@@ -54,6 +54,30 @@ def test_the_table_is_on_the_terminal_and_in_every_form(folder, tmp_path, capsys
     assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--protocol", "paper", "--stride", "9"], "--stride is for --protocol fair and sliding, got 9 with --protocol"),
+        (["--examples", "3"], "--examples is for --tasks, got 3 without; give e.g. --tasks copy"),
+    ],
+)
+def test_options_that_nothing_would_come_of_are_refused(folder, words, message):
+    with pytest.raises(SystemExit, match=message):
+        evaluate(folder, str(folder / "rope"), "--lengths", "20", *words)
+
+
+def test_files_that_only_an_earlier_evaluation_has_are_removed_and_no_others(folder, tmp_path):
+    words = [str(folder / "rope"), "--lengths", "20", "--out", str(tmp_path)]
+    (tmp_path / "tasks.json").write_text("the user's own")
+    evaluate(folder, *words)
+    assert (tmp_path / "tasks.json").is_file(), "there was no earlier evaluation"
+    (tmp_path / "control.png").touch()
+    (tmp_path / "notes.png").touch()
+    before = {path.name for path in tmp_path.iterdir()}
+    evaluate(folder, *words)
+    assert before - {path.name for path in tmp_path.iterdir()} == {"tasks.json", "control.png"}
+
+
 def test_stretched_models_stand_beside_the_control_the_trained_length_and_tasks_that_need_far_text(
     folder, tmp_path, capsys
 ):

@@ -66,6 +66,8 @@ class EvalConfig:
         }
         # A window alone does no harm to perplexity: what a stretched model is worth shows where far text is needed.
         given["tasks"] = self.tasks or ([*FAR_TASKS] if self.stretch else [])
+        if self.examples is not None and not given["tasks"]:
+            raise ValueError(f"--examples is for --tasks, got {self.examples} without; give e.g. --tasks copy")
         return ResolvedEvalConfig(**(given | {k: v if given[k] is None else given[k] for k, v in chosen.items()}))
 
 
@@ -88,5 +90,10 @@ class ResolvedEvalConfig(EvalConfig):
                 check_int(name, getattr(self, name))
         for length in self.lengths:
             check_int("length", length)
+        if self.stride is not None and self.protocol == "paper":
+            raise ValueError(
+                f"--stride is for --protocol fair and sliding, got {self.stride} with --protocol paper, which scores "
+                "every token of a window; leave it out"
+            )
         if self.retrieval_set != "stdlib" and not self.retrieval:
             raise ValueError(f"--retrieval-set must be with --retrieval, got {self.retrieval_set!r} alone")

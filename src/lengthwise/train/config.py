@@ -24,6 +24,14 @@ FORMAT = 2
 NOT_STORED = ("out", "resume", "dry_run", "hardware", "token_store")
 """Where and whether, not what: not part of config.yaml, so that a run can be repeated elsewhere from it."""
 
+OBJECTIVE_OF = {
+    "mask_rate": "mlm",
+    "pooling": "contrastive",
+    "temperature": "contrastive",
+    "hard_negatives": "contrastive",
+}
+"""Options of one objective alone."""
+
 MAY_CHANGE = (
     *NOT_STORED,
     "micro_batch",
@@ -416,6 +424,13 @@ class ResolvedTrainConfig(Recipe, TrainConfig):
         check_number("temperature", self.temperature)
         check_int("hard_negatives", self.hard_negatives, least=0)
         check_choice("pooling", self.pooling, ("mean", "first"))
+        for name, owner in OBJECTIVE_OF.items():
+            value = getattr(self, name)
+            if self.objective != owner and value != getattr(TrainConfig(), name):
+                raise ValueError(
+                    f"--{name.replace('_', '-')} is for --objective {owner}, got {value} with --objective "
+                    f"{self.objective}; leave it out"
+                )
         if self.objective != "causal" and self.context_parallel > 1:
             raise ValueError(
                 f"processes can share sequences of the objective causal alone, got {self.objective} and "
