@@ -14,11 +14,13 @@ import pytest
 import torch
 
 import lengthwise as lw
+from lengthwise import loading
 from lengthwise.attention import BACKENDS, info
 from lengthwise.cli import COMMANDS, evaluate_parser, main, study_parser, train_parser
 from lengthwise.data import load_tokenizer
 from lengthwise.encodings.catalogue import page
 from lengthwise.errors import UserError
+from lengthwise.loading import resolve_checkpoint
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 
 
@@ -252,6 +254,27 @@ def test_a_name_of_the_hub_without_a_network_is_one_line(command, tmp_path, caps
     line = failure_line(capsys, [command, "owner/no-such-model", "--out", str(tmp_path / "a.png")])
     assert "an encoding, a run, a checkpoint folder or a name on the hub" in line
     assert "'owner/no-such-model'" in line
+
+
+@pytest.mark.parametrize("command", ["serve", "show", "evaluate"])
+def test_a_mistyped_folder_is_refused_at_once_and_a_bare_name_of_the_hub_is_not(command, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+
+    def ask(url, timeout):
+        if "gpt2" not in url:
+            raise ConnectionError("no network")
+
+    monkeypatch.setattr(loading, "get_hf_file_metadata", ask)
+    monkeypatch.setattr("transformers.utils.hub.cached_files", lambda *_, **__: pytest.fail("the hub was asked again"))
+    line = failure_line(capsys, [command, "runz"])
+    assert "got 'runz': there is no such folder here; did you mean 'runs'? A model on the hub" in line
+    line = failure_line(capsys, [command, "mine"])
+    assert line.endswith("got 'mine': there is no such folder here, and the hub cannot be asked: no network")
+    assert resolve_checkpoint("gpt2") == "gpt2"
+    (tmp_path / "gpt3").mkdir()
+    monkeypatch.setattr(loading, "try_to_load_from_cache", lambda name, _: f"cache/{name}/config.json")
+    assert resolve_checkpoint("gpt2") == "gpt2", "in the cache, whatever folders are here"
 
 
 def test_weights_to_start_from_that_are_missing_are_named_before_the_hub_is_asked(tmp_path, capsys, monkeypatch):

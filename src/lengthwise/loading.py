@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    RepositoryNotFoundError,
+    StrictDataclassError,
+)
 from jaxtyping import Int
 from safetensors import SafetensorError
 from torch import Tensor
@@ -52,6 +59,9 @@ INITIAL_LENGTH = 512
 """The training length that an encoding by name is made for: that of the CABLE paper's figures."""
 
 _EXPECTED = "expected an encoding, a run, a checkpoint folder or a name on the hub"
+
+HUB_SECONDS = 5.0
+"""How long the hub may take to answer whether it has a model of a name."""
 
 LONGEST = 2**20
 """Tokens of a sample at most: no map of more can be drawn."""
@@ -170,7 +180,35 @@ def resolve_checkpoint(source: str | Path) -> str:
     if close and not folder.exists():
         # Before a request to the hub, which takes long where there is no network.
         raise LoadError(f"{_EXPECTED}, got {str(source)!r}; did you mean {close[0]!r}?")
+    if "/" not in str(source) and not folder.exists() and (fault := _fault_of_bare_name(str(source))) is not None:
+        raise LoadError(f"{_EXPECTED}, got {str(source)!r}: {fault}")
     return str(source)
+
+
+def _fault_of_bare_name(name: str) -> str | None:
+    """What is wrong with a name that is no folder and has no owner; None where the hub has it, as it has gpt2.
+
+    transformers would ask the hub again and again, for most of a minute, about a folder whose name is mistyped.
+    """
+    missing = "there is no such folder here"
+    try:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return None
+        folders = [path.name for path in Path().iterdir() if path.is_dir()]
+        if near := difflib.get_close_matches(name, folders, n=1, cutoff=0.75):
+            return f"{missing}; did you mean {near[0]!r}? A model on the hub can be given as owner/name"
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_SECONDS)
+    except GatedRepoError:
+        return None
+    except RepositoryNotFoundError:
+        return f"{missing}, and no such model on the hub"
+    except HFValidationError:
+        return f"{missing}, and no model on the hub can have this name"
+    except HfHubHTTPError:  # it is there; what is wrong with it shows when it is loaded
+        return None
+    except Exception as error:  # whatever the network raises
+        return f"{missing}, and the hub cannot be asked: {_first_line(error)}"
+    return None
 
 
 def _only_checkpoint(folder: Path) -> Path:

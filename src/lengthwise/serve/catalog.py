@@ -13,6 +13,7 @@ from typing import Any
 from lengthwise.encodings import ENCODINGS
 from lengthwise.encodings.registry import is_encoding
 from lengthwise.files import missing_path
+from lengthwise.loading import resolve_checkpoint
 from lengthwise.runs import Run
 
 STUDY = "study.json"
@@ -34,6 +35,8 @@ class Catalog:
                 raise ValueError(f"expected a run, a checkpoint, a study or a folder of them, got {source}: {fault}")
         # A folder that goes away later is not on the hub.
         self.on_hub = [name for name in self.sources if not Path(name).exists() and not is_encoding(name)]
+        for name in self.on_hub:
+            resolve_checkpoint(name)
 
     def runs(self) -> dict[str, Path]:
         """Runs by name, with folders above where another has the same."""
