@@ -74,7 +74,9 @@ def test_info_calls_a_backend_that_gives_other_numbers_faulty(monkeypatch):
     assert faults["no bias"] == "output or gradients differ from the reference"
 
 
-@pytest.mark.parametrize(("arguments", "words"), [(["bogus"], "unknown COMMAND 'bogus'; known: encodings"), ([], "COMMAND")])
+@pytest.mark.parametrize(
+    ("arguments", "words"), [(["bogus"], "unknown COMMAND 'bogus'; known: encodings"), ([], "COMMAND")]
+)
 def test_a_command_that_is_not_there_is_answered_with_those_that_are(arguments, words):
     done = subprocess.run([sys.executable, "-m", "lengthwise.cli", *arguments], capture_output=True, text=True)
     assert done.returncode == 2
@@ -380,7 +382,7 @@ WORDS = {
     "train --steps": "--steps must be an int or null, got none",
     "info --quick=3": "--quick is given without a value, got '3'",
     "train --config none.yaml": "--config must be a YAML file that can be read, got",
-    "train --out a --layers rope:512,": "layers must be encodings between commas, as in 'rope:512,none', got 'rope:512,'",
+    "train --out a --layers rope:512,": "encodings between commas, as in 'rope:512,none', got 'rope:512,'",
 }
 """Command lines with an error that is not one of a value, and what must be said of it."""
 

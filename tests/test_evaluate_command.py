@@ -57,7 +57,7 @@ def test_the_table_is_on_the_terminal_and_in_every_form(folder, tmp_path, capsys
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--protocol", "paper", "--stride", "9"], "--stride is for --protocol fair and sliding, got 9 with --protocol"),
+        (["--protocol", "paper", "--stride", "9"], "--stride is for --protocol fair and sliding, got 9 with"),
         (["--examples", "3"], "--examples is for --tasks, got 3 without; give e.g. --tasks copy"),
     ],
 )

@@ -513,7 +513,7 @@ def test_a_run_that_fails_is_reported_and_the_rest_goes_on_and_later_it_is_tried
 
 def test_without_training_a_study_gathers_what_is_there(tmp_path, in_process):
     config = small(tmp_path, train=False)
-    with pytest.raises(FileNotFoundError, match="got '.*/out', which has neither runs nor records; check the name"):
+    with pytest.raises(FileNotFoundError, match=r"got '.*/out', which has neither runs nor records; check the name"):
         run_study(config)
     assert not (tmp_path / "out").exists()
     (tmp_path / "out/runs").mkdir(parents=True)

@@ -124,7 +124,8 @@ class OptionParser(ArgumentParser):
             parser = self._subcommands_action.choices[missing[1]]
         fault = getattr(ex, "__cause__", None)
         if isinstance(fault, yaml.MarkedYAMLError) and (mark := fault.problem_mark) is not None:
-            message = f"--config must be YAML, got an error in line {mark.line + 1}, column {mark.column + 1}: {fault.problem}"
+            place = f"line {mark.line + 1}, column {mark.column + 1}"
+            message = f"--config must be YAML, got an error in {place}: {fault.problem}"
         fail(parser.prog.replace(" [options]", ""), parser.plain_error(message))
 
     def plain_error(self, message: str) -> str:

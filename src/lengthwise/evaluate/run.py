@@ -129,7 +129,7 @@ class Evaluation:
     def write(self, folder: Path) -> list[Path]:
         """JSON, CSV, Markdown, LaTeX and the figures; a figure that cannot be drawn is logged and left out.
 
-        What an earlier evaluation left in the folder and this one does not have is removed: it would pass for this one's.
+        What an earlier evaluation left in the folder and this one does not have is removed: it would pass for its own.
         """
         is_another_there = (folder / "scores.json").is_file()
         texts = {

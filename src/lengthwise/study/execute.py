@@ -53,8 +53,8 @@ def run_study(config: StudyConfig) -> str:
     """Do it; the table, the runs that are missing, and the report's path."""
     if not config.train and not any((Path(config.out) / name).is_dir() for name in (RUNS, RECORDS)):
         raise FileNotFoundError(
-            f"--no-train measures the study in --out, got {config.out!r}, which has neither {RUNS} nor {RECORDS}; check "
-            "the name, or leave out --no-train"
+            f"--no-train measures the study in --out, got {config.out!r}, which has neither {RUNS} nor {RECORDS}; "
+            "check the name, or leave out --no-train"
         )
     clock = StudyClock(Path(config.out))
     check_paper(config.paper)

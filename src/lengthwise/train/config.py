@@ -286,7 +286,9 @@ class TrainConfig:
     sharded: bool = option(False, "FSDP2 instead of DDP, for what does not fit into one process")
     context_parallel: int = option(1, "processes that share each sequence, where one cannot hold it: ring attention")
     recompute: bool = option(False, "gradient checkpointing: recompute layers in the backward pass, to save memory")
-    resume: bool = option(False, "continue from the last complete checkpoint in --out; without a run there, a new one begins")
+    resume: bool = option(
+        False, "continue from the last complete checkpoint in --out; without a run there, a new one begins"
+    )
     checkpoint_every: int = option(500, "steps between checkpoints; the last step always has one")
     keep: int = option(2, "how many checkpoints are kept")
     evaluate_every: int = option(250, "steps between measurements of the held-out (validation) loss")
