@@ -196,11 +196,19 @@ def test_two_runs_in_one_folder_are_refused_while_and_after(tmp_path):
 
 
 def test_a_run_is_resumed_as_it_was_started_or_not_at_all(tmp_path, monkeypatch):
-    config = small_config(tmp_path)
+    held_out = tmp_path / "held-out.txt"
+    held_out.write_text("the crow sat in a tree, and the fox under it " * 5)
+    config = small_config(tmp_path, held_out=str(held_out), evaluate_lengths=[33])
     stop_after(2, config, monkeypatch)
     again = dataclasses.replace(config, resume=True)
     with pytest.raises(ValueError, match=r"another seed: 1337 then, 7 now, steps: 11 then, 12 now; leave these out"):
         train(dataclasses.replace(again, steps=12, seed=7))
+    before = held_out.read_text()
+    held_out.write_text("the fox sat in a tree, and the crow under it " * 5)
+    with pytest.raises(ValueError, match=r"with the held-out data it was started with; '.*held-out.txt' has changed"):
+        train(again)
+    assert len(Run(config.out).metrics) == 3, "nothing was removed"
+    held_out.write_text(before)
     (tmp_path / "corpus/new.txt").write_text("one more")
     with pytest.raises(ValueError, match=r"resumed with the data it was started with; .* has changed since"):
         train(again)

@@ -51,9 +51,12 @@ def check_folder(config: ResolvedTrainConfig) -> None:
 
 
 def open_run(
-    config: ResolvedTrainConfig, writer: RunWriter | None, data_hash: str
+    config: ResolvedTrainConfig, writer: RunWriter | None, data: dict[str, str]
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Prepare the folder of a new run, or of one to continue: the checkpoint to continue from and its note."""
+    """Prepare the folder of a new run, or of one to continue: the checkpoint to continue from and its note.
+
+    `data` has the hashes of what is trained on and of what is held out.
+    """
     assert writer is not None
     check_folder(config)  # another process may have begun, stopped or finished a run there while data was prepared
     if not Run.is_run(config.out):
@@ -64,13 +67,21 @@ def open_run(
     if Run(config.out).is_finished:  # its checkpoints may have been removed since
         return None
     checkpoint = writer.newest_checkpoint()
-    if checkpoint is not None and checkpoint[1]["data"] != data_hash:
-        raise ValueError(
-            f"a run must be resumed with the data it was started with; {config.data!r} has changed since (other files, "
-            "or another Python for 'stdlib'). Bring the data back, or start a new run."
-        )
+    if checkpoint is not None:
+        _check_data(config, checkpoint[1], data)
     writer.cut(0 if checkpoint is None else checkpoint[1]["step"])
     return checkpoint
+
+
+def _check_data(config: ResolvedTrainConfig, note: dict[str, Any], data: dict[str, str]) -> None:
+    sources = {"data": ("data", config.data), "held_out": ("held-out data", config.held_out or config.data)}
+    for name, now in data.items():
+        kind, source = sources[name]
+        if note.get(name, now) != now:  # checkpoints of before held-out data were checked have no hash of them
+            raise ValueError(
+                f"a run must be resumed with the {kind} it was started with; {source!r} has changed since (other "
+                "files, or another Python for 'stdlib'). Bring the data back, or start a new run."
+            )
 
 
 def save_checkpoint(

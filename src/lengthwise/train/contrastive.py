@@ -57,7 +57,7 @@ class ContrastiveObjective(Objective):
         self.encoder = TextEncoder(self.tokenizer)
         self.query_length = QUERY_TOKENS
         self.pairs, self.held_out_pairs = (training_pairs(config.data, split) for split in ("train", "held-out"))
-        self.data_hash = pairs_hash(self.pairs)
+        self.data_hashes = {"data": pairs_hash(self.pairs), "held_out": pairs_hash(self.held_out_pairs)}
         self.targets = config.sequences
         self._order = lru_cache(maxsize=2)(self._shuffled)
 

@@ -93,7 +93,7 @@ def run(config: ResolvedTrainConfig, world: World) -> None:
     with ExitStack() as stack:
         writer = world.on_first(lambda: stack.enter_context(RunWriter(config.out)))
         world.check_shared(Path(config.out))
-        checkpoint = world.from_first(lambda: open_run(config, writer, objective.data_hash))
+        checkpoint = world.from_first(lambda: open_run(config, writer, objective.data_hashes))
         if world.from_first(lambda: Run(config.out).is_finished):
             return
 
@@ -174,7 +174,8 @@ def run(config: ResolvedTrainConfig, world: World) -> None:
                 tensorboard.add(line)
                 progress.add(line, config.batch_tokens)
             if saves:
-                note = {"step": step, "seconds": line["seconds"], "tokens": line["tokens"], "data": objective.data_hash}
+                note = {"step": step, "seconds": line["seconds"], "tokens": line["tokens"]}
+                note |= objective.data_hashes
                 save_checkpoint(config, world, writer, model, optimizers, note)
             if stopping and step < config.steps:
                 raise Stopped(

@@ -97,8 +97,8 @@ class Objective(ABC):
     """What a run learns, and from what."""
 
     tokenizer: PreTrainedTokenizerFast
-    data_hash: str
-    """The same for the same data."""
+    data_hashes: dict[str, str]
+    """Of what is trained on, `data`, and `held_out`: the same for the same text."""
     targets: int
     """What the summed loss of a step is divided by."""
 
@@ -132,7 +132,7 @@ class TokenObjective(Objective):
     def __init__(self, config: ResolvedTrainConfig) -> None:
         self.config = config
         self.tokenizer, tokens, self.held_out_tokens = read_data(config)
-        self.data_hash = tokens.sha256
+        self.data_hashes = {"data": tokens.sha256, "held_out": self.held_out_tokens.sha256}
         self.batches = Batches(tokens, length=config.length, seed=config.seed)
         self.rule = target_rule(config, self.tokenizer)
         self.targets = config.sequences * self.rule.targets(config.length)
