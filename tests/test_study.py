@@ -405,7 +405,10 @@ def test_an_interrupted_study_has_a_record_of_every_run_that_ended(tmp_path, mon
     assert recorded == ["alibi-1337"], "before the next one was started"
     assert json.loads((tmp_path / "out/seconds.json").read_text())["seconds"] > 0
     record = json.loads((tmp_path / "out/records/alibi-1337.json").read_text())
-    assert record["born"]["measured_by"] == command_line()
+    assert record["born"]["command"] == command_line()
+    (training,) = record["training_born"]
+    assert training["command"].startswith("lengthwise train --out"), "the training's own, which is another process"
+    assert (training["first_step"], training["processes"]) == (1, 1)
 
 
 def test_tasks_are_pooled_over_depths_and_seeds(tmp_path):
@@ -582,6 +585,13 @@ def test_a_run_with_a_record_needs_no_folder_and_is_trained_again_only_for_anoth
     out = tmp_path / "out"
     before = json.loads((out / "study.json").read_text())
     shutil.rmtree(out / "runs")
+    for path in (out / "records").glob("alibi-*.json"):  # as they were before the training had its own certificate
+        record = json.loads(path.read_text())
+        assert record.pop("training_born")
+        record["born"] |= {"command": "lengthwise train", "measured_by": "lengthwise study"}
+        path.write_text(json.dumps(record))
+        old = record_module.RunRecord.read(path, record["key"])
+        assert (old.born["command"], old.training_born) == ("lengthwise study", [])
     trained.clear()
     said = run_study(config)
     after = json.loads((out / "study.json").read_text())

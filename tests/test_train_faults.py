@@ -65,6 +65,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint_and_the_shells_exit_code(whole, t
     assert Run(config.out).checkpoints[-1].name == "step-00000007"
     main(["train", "--resume", "--out", config.out])
     assert_same_run(Run(config.out), whole)
+    assert [call["first_step"] for call in Run(config.out).born] == [1, 8]
 
 
 def test_a_run_may_be_trained_outside_the_main_thread(tmp_path):

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,27 @@ def source_commit() -> str | None:
     if not _git("ls-files", "--", Path(__file__).name):
         return None
     return f"{_git('rev-parse', '--short', 'HEAD')}{'+' * bool(_git('status', '--porcelain', '--', '*.py', '*.cpp'))}"
+
+
+def origin(command: str) -> dict[str, Any]:
+    """What a reader needs to compute the same again: the birth certificate of numbers."""
+    import torch
+    import transformers
+
+    from lengthwise import __version__
+
+    return {
+        "command": command,
+        "commit": source_commit(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": f"{processor_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
+        "versions": {
+            "lengthwise": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
 
 
 def _git(*words: str) -> str:

@@ -97,6 +97,15 @@ class Run:
         return self.folder / FINAL
 
     @property
+    def born(self) -> list[dict[str, Any]]:
+        """Each call that trained it, once it is finished: command, commit, machine, versions, date, and its first step.
+
+        None of a run that was trained before they were stored.
+        """
+        calls: list[dict[str, Any]] = json.loads((self.final / SEAL).read_text()).get("born", [])
+        return calls
+
+    @property
     def maps(self) -> list[Path]:
         """The snapshots of the position maps, in order, for `lengthwise.views.load_maps`."""
         return sorted((self.folder / MAPS).glob("step-*.safetensors"))

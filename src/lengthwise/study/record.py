@@ -6,7 +6,7 @@ version; and of the same weights, where these are here.
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -86,7 +86,10 @@ class RunRecord:
     weights: list[str]
     """Their checksums."""
     born: dict[str, Any]
-    """The command that trains the run; commit, date, machine and versions of the measurement."""
+    """The certificate of the measurement: command, commit, date, machine and versions."""
+    training_born: list[dict[str, Any]] = field(default_factory=list)
+    """Those of the calls that trained the run; none where its folder, or a record of before they were stored, has none.
+    """
     measuring_seconds: float | None = None
     """None in records of when it was not taken."""
 
@@ -109,9 +112,16 @@ class RunRecord:
             training=TrainingSummary(**(training | {"losses": [(step, loss) for step, loss in training["losses"]]})),
             outcome=None if outcome is None else TrainingOutcome(**outcome),
             weights=content["weights"],
-            born=content["born"],
+            born=_of_measurement(content["born"]),
+            training_born=content.get("training_born", []),
             measuring_seconds=content.get("measuring_seconds"),
         )
+
+
+def _of_measurement(born: dict[str, Any]) -> dict[str, Any]:
+    """A measurement's certificate: those of before the training had its own had the command of the training in it."""
+    born = dict(born)
+    return born | {"command": born.pop("measured_by")} if "measured_by" in born else born
 
 
 def differences(path: Path, key: dict[str, Any]) -> list[str]:

@@ -7,10 +7,10 @@ from pathlib import Path
 from lengthwise.evaluate import LengthTable
 from lengthwise.evaluate.statistics import UNKNOWN, Interval, interval_words
 from lengthwise.evaluate.table import format_value, has_bars, length_figure, rise_figure
-from lengthwise.files import command_line, json_text, write_atomic
+from lengthwise.files import command_line, json_text, origin, write_atomic
 from lengthwise.study.beside import beside_sections, paper_rows
 from lengthwise.study.config import HYPOTHESIS_KINDS
-from lengthwise.study.results import BEHIND, StudyResults, origin
+from lengthwise.study.results import BEHIND, StudyResults
 from lengthwise.study.retrieval_sections import retrieval_sections, retrieval_summary
 from lengthwise.study.runs import StudyRun
 from lengthwise.study.sections import Picture, Rows, Section, as_html, as_json, as_markdown
@@ -343,11 +343,14 @@ def notes(results: StudyResults) -> list[str]:
     born = origin(command_line())
     versions = ", ".join(f"{name} {version}" for name, version in born["versions"].items())
     commits = sorted({commit for record in results.records.values() if (commit := record.born.get("commit"))})
+    calls = [call for record in results.records.values() for call in record.training_born]
+    trainings = sorted({commit for call in calls if (commit := call.get("commit"))})
     share = results.scoring_share
     return [
         *(results.table.notes() if results.table is not None else []),
         *(f"{name} is missing: {reason}" for name, reason in results.missing.items()),
         *(f"the heads of {name} could not be drawn: {reason}" for name, reason in results.undrawn.items()),
+        *([f"runs were trained at commit {', '.join(trainings)}"] if trainings else []),
         *([f"runs were measured at commit {', '.join(commits)}"] if commits else []),
         *([f"scoring took {share:.0%} of the time of training and scoring"] if share is not None else []),
         f"this report: {born['command']} at commit {born['commit']}, {born['date']}, {born['machine']}; {versions}; "

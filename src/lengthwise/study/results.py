@@ -2,24 +2,17 @@
 
 import json
 import math
-import os
-import platform
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import torch
-import transformers
-
-from lengthwise import __version__
 from lengthwise.evaluate import LengthTable
 from lengthwise.evaluate.retrieval_table import RetrievalScore, RetrievalTable
 from lengthwise.evaluate.statistics import Interval, t_interval, wilson
 from lengthwise.evaluate.tasks import TaskScore
-from lengthwise.files import command_line, processor_name, source_commit
+from lengthwise.files import command_line, origin
 from lengthwise.study.config import HYPOTHESIS_KINDS, StudyConfig
 from lengthwise.study.record import RunRecord, TrainingOutcome, TrainingSummary
 from lengthwise.study.runs import StudyRun
@@ -415,19 +408,3 @@ class TaskShare(NamedTuple):
 def intervals_over(seeds: int) -> str:
     """What an interval of so many seeds is over."""
     return "seeds" if seeds > 1 else "documents"
-
-
-def origin(command: str) -> dict[str, Any]:
-    """What a reader needs to measure the same again."""
-    return {
-        "command": command,
-        "commit": source_commit(),
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": f"{processor_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
-        "versions": {
-            "lengthwise": __version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-    }

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from lengthwise.errors import check_int
-from lengthwise.files import command_line, json_text, write_atomic
+from lengthwise.files import command_line, json_text, origin, write_atomic
 from lengthwise.study.config import StudyConfig
 from lengthwise.study.engine import StudyProgress, train_runs
 from lengthwise.study.engines import make_engine
 from lengthwise.study.record import TrainingOutcome
-from lengthwise.study.results import TUNING, origin
+from lengthwise.study.results import TUNING
 from lengthwise.study.runs import StudyRun, run_name, training_of
 from lengthwise.train.config import TrainConfig, recipe_for
 from lengthwise.train.distributed import encoding_parameters

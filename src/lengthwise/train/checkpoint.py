@@ -122,8 +122,12 @@ def save_final(
     model: PreTrainedModel,
     weights: dict[str, Tensor],
     save_rest: Callable[[Path], None],
+    born: list[dict[str, Any]],
 ) -> None:
-    """Write the trained model as save_pretrained does, and the rest, such as its tokenizer, by a function."""
+    """Write the trained model as save_pretrained does, and the rest, such as its tokenizer, by a function.
+
+    `born` has the certificate of each call that trained it.
+    """
 
     def fill(folder: Path) -> None:
         model.save_pretrained(folder, state_dict=weights)
@@ -131,7 +135,7 @@ def save_final(
 
     assert writer is not None
     try:
-        writer.finish(fill, {"steps": config.steps})
+        writer.finish(fill, {"steps": config.steps, "born": born})
     except WRITE_ERRORS as error:
         raise OSError(_not_written(config, "the final model", error)) from error
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lengthwise.bias import widest_dtype
+from lengthwise.files import command_line, origin
 from lengthwise.runs import Run, RunWriter
 from lengthwise.train.checkpoint import (
     check_folder,
@@ -106,14 +107,17 @@ def run(config: ResolvedTrainConfig, world: World) -> None:
         summed_loss = world.wrap(SummedLoss(model, objective, world), layers, dtype)
         optimizers = Optimizers(config, model)
         start, seconds = 0, 0.0
+        born: list[dict[str, Any]] = []
         seed_everything(config.seed, world.rank)
         if checkpoint is not None:
             folder, note = checkpoint
-            start, seconds = note["step"], note["seconds"]
+            start, seconds, born = note["step"], note["seconds"], note.get("born", [])
             if not load_checkpoint(folder, world, model, optimizers, step=start):
                 # There are more processes than before: the new ones have no random state yet.
                 seed_everything(config.seed, world.rank, start)
             log.info("resumed %s after step %d", config.out, start)
+        if world.is_first and start < config.steps:
+            born = [*born, origin(command_line()) | {"processes": world.size, "first_step": start + 1}]
 
         parameters = list(model.parameters())
         forward: Callable[..., Tensor] = summed_loss
@@ -175,7 +179,7 @@ def run(config: ResolvedTrainConfig, world: World) -> None:
                 progress.add(line, config.batch_tokens)
             if saves:
                 note = {"step": step, "seconds": line["seconds"], "tokens": line["tokens"]}
-                note |= objective.data_hashes
+                note |= objective.data_hashes | {"born": born}
                 save_checkpoint(config, world, writer, model, optimizers, note)
             if stopping and step < config.steps:
                 raise Stopped(
@@ -185,7 +189,7 @@ def run(config: ResolvedTrainConfig, world: World) -> None:
                 )
 
         weights = whole_weights(model)
-        world.on_first(lambda: save_final(config, writer, model, weights, objective.save))
+        world.on_first(lambda: save_final(config, writer, model, weights, objective.save, born))
 
 
 def learning_rate(step: int, *, highest: float, final: float, warmup: int, steps: int) -> float:
