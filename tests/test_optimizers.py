@@ -174,5 +174,10 @@ def test_every_encoding_has_as_many_tries_and_the_best_is_chosen(tmp_path, monke
         best = min([third, *below], key=lambda result: result["loss"])
         assert tuned.rates[name]["encoding_learning_rate"] == best["encoding_learning_rate"]
         assert tuned.rates[name]["learning_rate"] == best["learning_rate"]
+    monkeypatch.setattr("lengthwise.study.tune.origin", lambda command: {"command": "a later one"})
+    assert with_tuned_rates(config) == tuned
+    again = json.loads((tmp_path / "study" / "tuning.json").read_text())
+    assert again == content, "with the certificate of the tries, which were not repeated"
+    assert [len(result["born"]) for result in content["tries"]["none"] if result["loss"]] == [1, 1, 1]
     with pytest.raises(ValueError, match=r"is finished: .* steps: 4 then, 5 now"):
         with_tuned_rates(dataclasses.replace(config, tune_steps=5))

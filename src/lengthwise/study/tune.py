@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lengthwise.errors import check_int
-from lengthwise.files import command_line, json_text, origin, write_atomic
+from lengthwise.files import command_line, json_text, origin, read_stored, write_atomic
 from lengthwise.study.config import StudyConfig
 from lengthwise.study.engine import StudyProgress, train_runs
 from lengthwise.study.engines import make_engine
@@ -47,9 +47,17 @@ def with_tuned_rates(config: StudyConfig) -> StudyConfig:
         results[encoding] += further
     chosen = {encoding: _best_rates(encoding, tried) for encoding, tried in results.items()}
     about = {"steps": config.tune_steps, "data": config.training.data, "seed": SEED}
-    content = about | {"chosen": chosen, "tries": results, "born": origin(command_line())}
-    write_atomic(Path(config.out) / TUNING, json_text(content))
+    path = Path(config.out) / TUNING
+    content = about | {"chosen": chosen, "tries": results, "born": _certificate(read_stored(path), about, results)}
+    write_atomic(path, json_text(content))
     return dataclasses.replace(config, rates=config.rates | chosen)
+
+
+def _certificate(stored: dict[str, Any], about: dict[str, Any], tries: dict[str, list[dict[str, Any]]]) -> Any:
+    """That of an earlier call, which made all of these tries, or else this call's; a try has that of its training."""
+    before = stored.get("tries", {})
+    is_stored = about.items() <= stored.items() and all(before.get(name) == tried for name, tried in tries.items())
+    return stored["born"] if is_stored and "born" in stored else origin(command_line())
 
 
 def _refuse_given_rates(config: StudyConfig) -> None:
@@ -140,6 +148,8 @@ def _result(run: StudyRun, outcome: TrainingOutcome | None) -> dict[str, Any]:
     }
     if run.run is None or not run.is_finished:
         return result | {"failure": (outcome and outcome.failure) or "not finished"}
+    if calls := run.run.born:
+        result["born"] = calls
     (loss,) = run.run.metrics[-1]["held_out"].values()
     return result | ({"loss": loss} if math.isfinite(loss) else {"failure": f"diverged: its loss is {loss}"})
 
