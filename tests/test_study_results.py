@@ -108,6 +108,23 @@ def test_a_study_is_a_test_only_where_the_choice_of_every_rate_is_known(tmp_path
     assert results.as_json()["rates"]["is_test"] is is_test
 
 
+def test_what_runs_share_stands_apart_from_what_each_has_of_its_own(tmp_path):
+    # cable's rates were chosen, and rope has twice the recipe's for the model.
+    results = results_of(tmp_path, encodings=["rope", "cable", "rope:64,none"], encoding_options={"rope": {"part": 0.5}})
+    content = results.as_json()
+    settings, runs = content["settings"], content["runs"]
+    assert (settings["data"], settings["steps"], settings["optimizer"]) == ("stdlib", 400, "muon")
+    for name in ("learning_rate", "encoding_learning_rate", "encoding_options", "layers", "encoding", "seed"):
+        assert name not in settings
+    assert list(runs) == [f"{name}-{seed}" for seed in (1, 2) for name in ("rope", "cable", "rope64-none")]
+    for run in results.runs:
+        assert settings | runs[run.name] == run.resolved.stored()
+        assert runs[run.name]["learning_rate"] == run.resolved.learning_rate
+    same = results_of(tmp_path, encodings=["rope", "cable"], learning_rate=0.01, encoding_learning_rate=0.1).as_json()
+    assert (same["settings"]["learning_rate"], same["settings"]["encoding_learning_rate"]) == (0.01, 0.1)
+    assert same["runs"]["cable-1"]["encoding_learning_rate"] == 0.1, "a run's rates are there in any case"
+
+
 def test_seeds_that_agree_have_the_interval_of_their_examples():
     def share(*exact: int) -> TaskShare:
         return TaskShare("copy", "rope", 128, {seed: [count, 100] for seed, count in enumerate(exact)}, 0.5, None)

@@ -15,7 +15,7 @@ from lengthwise.evaluate.tasks import TaskScore
 from lengthwise.files import command_line, origin
 from lengthwise.study.config import HYPOTHESIS_KINDS, StudyConfig
 from lengthwise.study.record import RunRecord, TrainingOutcome, TrainingSummary
-from lengthwise.study.runs import StudyRun
+from lengthwise.study.runs import RATES, StudyRun
 from lengthwise.train.config import RateChoice, choice_from, rate_choice
 
 UNDER_TRAINED = 1.25
@@ -291,7 +291,7 @@ class StudyResults:
     def as_json(self) -> dict[str, Any]:
         """The values, for tables made elsewhere; the scores themselves are in the records."""
         table = self.table
-        settings = self.runs[0].resolved.stored()
+        settings = self._shared_settings()
         return {
             "metric": table.metric if table is not None else None,
             "notes": table.notes() if table is not None else [],
@@ -304,11 +304,18 @@ class StudyResults:
             "hypotheses": [judged.as_json() for judged in self.hypotheses()],
             "rates": {"chosen_on": self.rates_chosen_on, "is_test": self.is_test},
             "retrieval": [asdict(score) for score in self.retrieval],
-            "settings": {name: value for name, value in settings.items() if name not in ("encoding", "seed")},
+            "settings": settings,
+            "runs": {run.name: _own_options(run, settings) for run in (*self.runs, *self.later)},
             "seeds": self.config.seeds,
             "seconds": self.seconds,
             "born": origin(command_line()),
         }
+
+    def _shared_settings(self) -> dict[str, Any]:
+        """The options of training that are the same in every run but the contrastive ones."""
+        first, *others = [run.resolved.stored() for run in self.runs]
+        shared = {name: value for name, value in first.items() if all(other[name] == value for other in others)}
+        return {name: value for name, value in shared.items() if name not in ("encoding", "seed")}
 
     def _row_json(self, table: LengthTable, name: str) -> dict[str, Any]:
         cells, far = {n: table.cell(name, n) for n in table.lengths}, self.far_length
@@ -403,6 +410,13 @@ class TaskShare(NamedTuple):
             "seed_numbers": list(self.seeds),
             "examples": sum(examples for _, examples in self.counts.values()),
         }
+
+
+def _own_options(run: StudyRun, settings: dict[str, Any]) -> dict[str, Any]:
+    """A run's options that are not the settings of all, and its learning rates in any case."""
+    stored = run.resolved.stored()
+    own = {name: stored[name] for name in stored if name not in settings or settings[name] != stored[name]}
+    return own | {name: stored[name] for name in RATES}
 
 
 def intervals_over(seeds: int) -> str:
