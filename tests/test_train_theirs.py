@@ -12,11 +12,17 @@ from train_kit import assert_same_run, in_processes, numbers, small_config
 import lengthwise as lw
 from lengthwise.cli import main, train_parser
 from lengthwise.data import load_tokenizer
+from lengthwise.data.tokenizers import with_start_token
+from lengthwise.evaluate.corpus import Corpus, TextWindow
+from lengthwise.evaluate.losses import _stacked, token_losses
 from lengthwise.loading import load_model
 from lengthwise.model.fit import fit_of
 from lengthwise.runs import Run, RunWriter
 from lengthwise.train import train
 from lengthwise.train.config import TrainConfig
+from lengthwise.train.distributed import World
+from lengthwise.train.loop import SummedLoss
+from lengthwise.train.objectives import TokenObjective
 
 SIZES = {"vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 MORE = SIZES | {"intermediate_size": 32, "max_position_embeddings": 132}
@@ -79,6 +85,35 @@ def test_it_learns_and_its_final_model_is_a_fitted_one(tmp_path, family, encodin
     again = train(config_of(tmp_path, "again", start=str(run.folder), encoding=None, steps=2, warmup=1))
     assert fit_of(lw.load(again.final)).label == encoding
     assert again.metrics[0]["loss"] < losses[0]
+
+
+def test_sequences_begin_as_the_tokenizer_begins_a_text_as_in_evaluation(tmp_path):
+    place, tokenizer = tmp_path / "llama", load_tokenizer("bytes")
+    tokenizer.add_special_tokens({"bos_token": "<bos>"})
+    with_start_token(tokenizer).save_pretrained(place)
+    hf.LlamaForCausalLM(hf.LlamaConfig(**(MORE | {"vocab_size": 258}))).save_pretrained(place)
+    plain, begun = (
+        TokenObjective(config_of(tmp_path, start=start, separate_documents=True).resolved())
+        for start in (checkpoint(tmp_path, "gpt2"), str(place))
+    )
+    text = plain.inputs(0, 40)[0]
+    assert torch.equal(plain.inputs(0, 40)[1], text)
+    read, labels, positions = begun.inputs(0, 40)
+    assert (read[:, 0] == 257).all()
+    assert torch.equal(read[:, 1:], text[:, 1:])
+    assert torch.equal(labels[:, 1:], text[:, 1:])
+    assert (positions[:, 1] == 1).all(), "a window's first document sees it"
+    assert (positions == 0).sum() > 40, "those behind it are kept apart, as without it"
+    model = begun.make_model().eval()
+    world = World(0, 1, torch.device("cpu"), sharded=False)
+    loss = begun.loss(model, read[:4], labels[:4], None, world=world)
+    corpus = Corpus("", text[:4].flatten().numpy(), *[text[:4].flatten().numpy()] * 2, start=257)
+    windows = _stacked(corpus, [TextWindow(33 * i, 32, 32) for i in range(4)])
+    torch.testing.assert_close(loss, token_losses(model, windows, scored=32).sum())
+    assert begun.data_hashes != plain.data_hashes, "a run that began without it is not resumed with it"
+    held_out = begun.held_out(model)
+    assert (held_out.sample()[:, 0] == 257).all()
+    assert held_out.losses(SummedLoss(model, begun, world), world, torch.float32).keys() == {"33", "66", "132"}
 
 
 def test_a_fitted_checkpoint_goes_on_without_its_attention_dropout_and_the_log_says_so(tmp_path, caplog):

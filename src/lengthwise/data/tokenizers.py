@@ -94,6 +94,13 @@ def surrounding_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], l
     return whole[:place], whole[place + len(plain) :]
 
 
+def start_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token with which a tokenizer begins every text, if it does."""
+    whole, bare = (encode(tokenizer, "a", add_special_tokens=special) for special in (True, False))
+    added = whole[: len(whole) - len(bare)]
+    return added[0] if added and added[0] == tokenizer.bos_token_id else None
+
+
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool = True) -> list[int]:
     """The token ids of a text. One that spells out a special token stays text."""
     ids: list[int] = encode_with_offsets(tokenizer, text, add_special_tokens=add_special_tokens, offsets=False)[0]

@@ -90,6 +90,8 @@ class Tokens:
 
     def __init__(self, paths: Sequence[Path], shards: Sequence[Shard], *, end: int) -> None:
         self.paths, self.shards, self.end = list(paths), list(shards), end
+        self.start: int | None = None
+        """The token with which the model's tokenizer begins every text: it takes the place of a window's first."""
         self._maps = [np.memmap(path, dtype=shard.dtype, mode="r") for path, shard in zip(paths, shards, strict=True)]
         self._starts = [0, *accumulate(shard.tokens for shard in shards)]
 
@@ -109,10 +111,24 @@ class Tokens:
             filled, shard = filled + len(piece), shard + 1
         return out
 
+    def windows(self, firsts: Sequence[int], length: int) -> Int[Tensor, "window position"]:
+        """`length` tokens from each of these places on."""
+        rows = np.empty((len(firsts), length), dtype=np.int64)
+        for row, first in zip(rows, firsts, strict=True):
+            row[:] = self.read(first, length)
+        if self.start is not None:
+            rows[:, 0] = self.start
+        return torch.from_numpy(rows)
+
+    def document_positions(self, windows: Int[Tensor, "window position"]) -> Int[Tensor, "window position"]:
+        """Positions that restart with every document of windows; a start token belongs to the text after it."""
+        return document_positions(windows, self.end, begun=self.start is not None)
+
     @property
     def sha256(self) -> str:
-        """The checksum of all shards' checksums: corpora with equal ones are equal."""
-        return hashlib.sha256(" ".join(shard.sha256 for shard in self.shards).encode()).hexdigest()
+        """The checksum of all shards' checksums, and of a start token: what is read of equal ones is equal."""
+        every = [shard.sha256 for shard in self.shards] + [f"start {self.start}"] * (self.start is not None)
+        return hashlib.sha256(" ".join(every).encode()).hexdigest()
 
 
 class Batches:
@@ -136,22 +152,30 @@ class Batches:
 
     def read(self, first: int, count: int) -> Int[Tensor, "sequence position"]:
         """`count` sequences, the first of them number `first` since training began."""
-        rows = []
+        firsts = []
         for number in range(first, first + count):
             epoch, place = divmod(number, self.sequences)
-            rows.append(self.tokens.read(int(self._order(epoch)[place]) * (self.length - 1), self.length))
-        return torch.from_numpy(np.stack(rows))
+            firsts.append(int(self._order(epoch)[place]) * (self.length - 1))
+        return self.tokens.windows(firsts, self.length)
 
 
-def document_positions(tokens: Int[Tensor, "batch position"], end: int) -> Int[Tensor, "batch position"]:
+def document_positions(
+    tokens: Int[Tensor, "batch position"], end: int, *, begun: bool = False
+) -> Int[Tensor, "batch position"]:
     """Positions that restart after every end-of-text token: with them the model keeps documents apart.
+
+    Where sequences are begun by a token of their own, that ends no text, even if it is the end-of-text token too.
 
     >>> document_positions(torch.tensor([[5, 0, 6, 7, 0, 8]]), end=0)
     tensor([[0, 1, 0, 1, 2, 0]])
+    >>> document_positions(torch.tensor([[0, 5, 0, 6]]), end=0, begun=True)
+    tensor([[0, 1, 2, 0]])
     """
     slots = torch.arange(tokens.shape[1]).expand_as(tokens)
     starts = torch.zeros_like(tokens)
     starts[:, 1:] = torch.where(tokens[:, :-1] == end, slots[:, 1:], 0)
+    if begun:
+        starts[:, 1] = 0
     return slots - starts.cummax(1).values
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from lengthwise.data.tokenizers import encode, encode_with_offsets
+from lengthwise.data.tokenizers import encode_with_offsets, start_token
 from lengthwise.errors import check_choice, check_int
 from lengthwise.evaluate.config import PROTOCOLS, Protocol
 
@@ -86,13 +86,6 @@ def read_corpus(
     if len(row) < 2:
         raise ValueError(f"the text must have at least two tokens, got {len(row)} from {source}")
     return Corpus(source, row, np.concatenate(owner)[:limit], np.concatenate(size)[:limit], start_token(tokenizer))
-
-
-def start_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The token with which a tokenizer begins every text, if it does."""
-    whole, bare = (encode(tokenizer, "a", add_special_tokens=special) for special in (True, False))
-    added = whole[: len(whole) - len(bare)]
-    return added[0] if added and added[0] == tokenizer.bos_token_id else None
 
 
 def _bytes(document: str, ends: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lengthwise.data.tokenizers import encode_with_offsets
+from lengthwise.data.tokenizers import encode_with_offsets, start_token
 from lengthwise.encodings import PositionError
-from lengthwise.evaluate.corpus import start_token
 from lengthwise.evaluate.losses import last_logits
 from lengthwise.evaluate.memory import fitting_batch, fitting_chunk
 from lengthwise.evaluate.progress import Progress, work

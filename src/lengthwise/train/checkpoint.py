@@ -80,7 +80,7 @@ def _check_data(config: ResolvedTrainConfig, note: dict[str, Any], data: dict[st
         if note.get(name, now) != now:  # checkpoints of before held-out data were checked have no hash of them
             raise ValueError(
                 f"a run must be resumed with the {kind} it was started with; {source!r} has changed since (other "
-                "files, or another Python for 'stdlib'). Bring the data back, or start a new run."
+                "files, another Python for 'stdlib', or another Lengthwise). Bring the data back, or start a new run."
             )
 
 

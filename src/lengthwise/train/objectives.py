@@ -21,7 +21,6 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lengthwise.data import Batches
-from lengthwise.data.tokens import document_positions
 from lengthwise.distributed import ring_loss
 from lengthwise.distributed.model import check_spreadable
 from lengthwise.model import LengthwiseConfig
@@ -149,7 +148,7 @@ class TokenObjective(Objective):
         """What is read, the labels, and the positions if they are not those of a plain text."""
         config = self.config
         ids = self.batches.read(first, count)
-        positions = document_positions(ids, self.batches.tokens.end) if config.separate_documents else None
+        positions = self.batches.tokens.document_positions(ids) if config.separate_documents else None
         if config.positions is not None:
             rule = PositionRule.parse(config.positions, config.length)
             positions = rule.draw(first, count, config.length, seed=config.seed)

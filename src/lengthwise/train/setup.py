@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lengthwise.data import Split, Tokens, load_tokenizer, prepare
 from lengthwise.data.sources import resolve
-from lengthwise.data.tokenizers import tokenizer_hash, with_mask_token
+from lengthwise.data.tokenizers import start_token, tokenizer_hash, with_mask_token
 from lengthwise.distributed.model import check_spreadable
 from lengthwise.loading import load_model, resolve_checkpoint
 from lengthwise.model import LengthwiseConfig, LengthwiseEncoderConfig, LengthwiseForCausalLM, LengthwiseForMaskedLM
@@ -45,6 +45,8 @@ def read_data(config: ResolvedTrainConfig) -> tuple[PreTrainedTokenizerFast, Tok
     else:
         sources = (config.data, config.held_out)
         train, held_out = (prepare(source, tokenizer, split="all", **files) for source in sources)
+    if config.goes_on:  # as in evaluation: such a model predicts nonsense without it
+        train.start = held_out.start = start_token(tokenizer)
     return tokenizer, train, held_out
 
 

@@ -8,14 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lengthwise.data import Tokens
-from lengthwise.data.tokens import document_positions
 from lengthwise.inspect import position_maps
 from lengthwise.model.families import max_length
 from lengthwise.model.fit import fit_of
@@ -73,7 +71,7 @@ class Validation:
         """Two sequences of the training length, for the snapshots of the position maps."""
         length = self.config.length
         count = min(2, len(self.tokens) // length)
-        return torch.from_numpy(self.tokens.read(0, count * length)).view(count, length)
+        return self.tokens.windows([i * length for i in range(count)], length)
 
     @torch.no_grad()
     def losses(self, loss: nn.Module, world: World, dtype: torch.dtype) -> dict[str, float]:
@@ -89,12 +87,11 @@ class Validation:
         at_once = min(count, max(1, self.config.micro_batch * self.config.length // length))
 
         def measure(first: int) -> tuple[Tensor, int]:
-            rows = [self.tokens.read(i * length, length) for i in range(first, min(first + at_once, count))]
-            tokens = torch.from_numpy(np.stack(rows))
-            positions = document_positions(tokens, self.tokens.end) if self.config.separate_documents else None
+            tokens = self.tokens.windows([i * length for i in range(first, min(first + at_once, count))], length)
+            positions = self.tokens.document_positions(tokens) if self.config.separate_documents else None
             inputs = *self.rule.draw(tokens, first, seed=SEED), positions
             nats = loss(*map(world.put, inputs))
-            return nats, len(rows) * self.rule.targets(length) if world.is_first_of_ring else 0
+            return nats, len(tokens) * self.rule.targets(length) if world.is_first_of_ring else 0
 
         return mean_over_processes(range(0, count, at_once), measure, world)
 
