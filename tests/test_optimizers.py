@@ -5,10 +5,13 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Muon
 from train_kit import assert_same_run, in_processes, small_config
 
 from lengthwise.data import documents
+from lengthwise.distributed import joined
 from lengthwise.encodings import Encoding
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 from lengthwise.runs import Run
@@ -16,6 +19,8 @@ from lengthwise.study import StudyConfig
 from lengthwise.study.record import TrainingOutcome
 from lengthwise.study.tune import SEED, rate_ladder, with_tuned_rates
 from lengthwise.train import TrainConfig, train
+from lengthwise.train.distributed import World
+from lengthwise.train.loop import SummedLoss
 from lengthwise.train.optimizers import Optimizers
 
 
@@ -52,6 +57,58 @@ def test_muon_steps_the_three_matrices_of_a_projection_apart_and_the_rest_is_ada
     assert tables
     for table in tables:
         assert (now[table] - before[table]).abs().max().item() == pytest.approx(0.004 * 0.5 / 0.01, rel=1e-3)
+
+
+def muon_step(weight, gradient, *, rate):
+    """Muon's first step in float64: Newton-Schulz's iteration, of which torch computes the products in bfloat16."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = (0.05 + 0.95 * 0.05) * gradient.double()  # Nesterov's momentum of 0.95, after one gradient
+    x = x.T if len(x) > x.shape[1] else x
+    x = x / x.norm()
+    for _ in range(5):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    x = x if x.shape == weight.shape else x.T
+    return weight.double() * (1 - 0.1 * rate) - 0.2 * max(weight.shape) ** 0.5 * rate * x
+
+
+def test_a_sharded_step_of_muon_is_that_of_torch_s_muon_in_one_process():
+    """Where shards are summed the sums are rounded to bfloat16 once more: twice the error that one process makes."""
+
+    def compare():
+        with joined(torch.device("cpu"), again=""):
+            torch.manual_seed(0)
+            model = with_gradients(small_model(n_layer=1, n_embd=48, n_head=3))
+            config = TrainConfig(optimizer="muon", learning_rate=0.01, encoding_learning_rate=0.5).resolved()
+            matrices = model.block_matrices()
+            wide = {name: matrices[p] for name, p in model.named_parameters() if p in matrices}
+            before = {name: p.detach().clone() for name, p in model.named_parameters()}
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+            world = World(dist.get_rank(), 2, torch.device("cpu"), sharded=True)
+            world.wrap(SummedLoss(model, None, world), model.transformer.h, torch.float32)
+            sharded = dict(model.named_parameters())
+            for name, p in sharded.items():
+                if isinstance(p, DTensor):
+                    p.grad = distribute_tensor(gradients[name], p.device_mesh, p.placements)
+            Optimizers(config, model).step(0.004)
+            assert len(wide) == 4
+            for name, widths in wide.items():
+                shape = before[name].shape
+                pieces = [x.split(widths or [shape[1]], 1) for x in (before[name], gradients[name])]
+                now = sharded[name].full_tensor().split(widths or [shape[1]], 1)
+                assert sharded[name].to_local().shape == (shape[0] // 2, shape[1]), "a shard of it"
+                for weight, gradient, found in zip(*pieces, now, strict=True):
+                    plain, halves = torch.nn.Parameter(weight.clone()), list(map(torch.nn.Parameter, weight.chunk(2)))
+                    plain.grad = gradient.clone()
+                    for half, own in zip(halves, gradient.chunk(2), strict=True):
+                        half.data, half.grad = half.data.clone(), own.clone()
+                    Muon([plain, *halves], lr=0.004, weight_decay=0.1, adjust_lr_fn="match_rms_adamw").step()
+                    exact = muon_step(weight, gradient, rate=0.004)
+                    allowed = 2 * (plain - exact).norm() + 2**-23 * exact.norm()
+                    assert (found - exact).norm() <= allowed, name
+                    assert (torch.cat(halves) - exact).norm() > 4 * allowed, "each shard as a matrix of its own"
+
+    assert in_processes(compare, 2) == [0, 0]
 
 
 def test_muon_has_all_matrices_of_the_blocks_and_nothing_of_an_encoding():

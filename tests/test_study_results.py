@@ -110,7 +110,9 @@ def test_a_study_is_a_test_only_where_the_choice_of_every_rate_is_known(tmp_path
 
 def test_what_runs_share_stands_apart_from_what_each_has_of_its_own(tmp_path):
     # cable's rates were chosen, and rope has twice the recipe's for the model.
-    results = results_of(tmp_path, encodings=["rope", "cable", "rope:64,none"], encoding_options={"rope": {"part": 0.5}})
+    results = results_of(
+        tmp_path, encodings=["rope", "cable", "rope:64,none"], encoding_options={"rope": {"part": 0.5}}
+    )
     content = results.as_json()
     settings, runs = content["settings"], content["runs"]
     assert (settings["data"], settings["steps"], settings["optimizer"]) == ("stdlib", 400, "muon")
