@@ -414,6 +414,32 @@ def test_a_bar_goes_through_its_point_near_its_length(count):
     assert len({*places}) == len(places), "no bar hides another"
 
 
+@pytest.mark.parametrize(("low", "high"), [(9.8, 10.4), (10.0, 10.00002), (2, 15), (0.9, 2900), (1, 3e9)])
+def test_labels_of_an_axis_tell_its_values_apart_and_have_room(low, high):
+    lines = [Line(name, [128, 256, 512], [low, (low + high) / 2, high]) for name in ("cable", "a-long-name")]
+    figure = lines_figure(lines, title="", across="x", up="y", marked=512)
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    labels = [label for label in axes.get_yticklabels(which="both") if label.get_text()]
+    read = [float(label.get_text().replace(",", "")) for label in labels]
+    assert read == [*axes.get_yticks()]
+    assert len(read) >= 3
+    (trained,) = axes.texts
+    assert not overlap([*labels, trained, axes.get_legend()], figure)
+    assert trained.get_window_extent().y0 >= axes.get_window_extent().y1, "no line goes through it"
+
+
+@pytest.mark.parametrize("count", [2, 21])
+def test_points_at_one_length_stand_at_it_with_their_whole_bars(count):
+    lines = [Line(f"{i}", [128], [y := 10 + i / 99], [y - 1], [y + 2]) for i in range(count)]
+    (axes,) = lines_figure(lines, title="", across="x", up="y", marked=128).axes
+    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+    assert (left, right) == (64, 256)
+    assert all(numpy.abs(numpy.log2(line.get_xdata() / 128)).max() <= 0.12 + 1e-9 for line in axes.get_lines()[:count])
+    assert low < 9
+    assert high > 12 + (count - 1) / 99
+
+
 @pytest.mark.parametrize("highest", [0.02, 0.5, 3.5, 12, 150])
 def test_rises_have_labels_apart_and_rows_that_are_not_judged_are_grey(highest):
     rows = [Estimate("cable", [0.002], (-0.12, 0.01)), Estimate("none", [highest / 2], (0, highest), judged=False)]

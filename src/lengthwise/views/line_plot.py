@@ -3,11 +3,12 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 from lengthwise.views.style import GREY, LARGE, MIDDLE, SMALL, axes_at, new_figure, write
 
@@ -22,6 +23,10 @@ KEYED = 12
 """Of more lines than that each has its name at its end, in the order in which they end, and there is no key."""
 ROW = 0.125
 """The least height of such a name, in inches."""
+LABEL = 0.095
+"""The least distance of two labels of the vertical axis, in inches."""
+DIGITS = (range(1, 10), (1, 2, 3, 5), (1, 3), (1,))
+"""Which multiples of powers of ten a logarithmic axis labels: the first of these that has room."""
 APART, SPREAD = 0.03, 0.24
 """How far lines with bars stand apart at one length, and the first from the last at most, as a part of a doubling."""
 
@@ -50,7 +55,8 @@ def lines_figure(
 ) -> Figure:
     """Lines with their intervals; `marked` is the training length, `lengths` gives x a tick at each value.
 
-    With `whole_bars` the intervals decide the height of the figure too, as paired ones should.
+    With `whole_bars` the intervals decide the height of the figure too, as paired ones should, and so they do where
+    there is one length alone and no line to follow.
     """
     if not lines:
         raise ValueError("a figure must have at least one line, got none")
@@ -72,7 +78,7 @@ def lines_figure(
     if log:
         axes.set_yscale("log")
     # A text that is hard for all models widens every interval alike: the lines fill the figure, bars can leave it.
-    if not whole_bars:
+    if not (whole_bars or (lengths and len(places) == 1)):
         axes.set_ylim(axes.get_ylim())
     for place, line in enumerate(lines):
         if line.low is not None and line.high is not None:
@@ -84,17 +90,23 @@ def lines_figure(
             "trained at",
             (marked, 1.0),
             xycoords=("data", "axes fraction"),
-            xytext=(3, -2),
+            xytext=(0, 2),
             textcoords="offset points",
             size=SMALL,
             color=GREY,
-            va="top",
+            ha="center",
+            va="bottom",
         )
     if log:
-        axes.yaxis.set_major_formatter(FuncFormatter(_plain))
-        axes.yaxis.set_minor_formatter(FuncFormatter(_plain))
+        ends = axes.get_ylim()
+        axes.set_yticks(shown := _log_ticks(*ends, height), list(map(_exact, shown)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.set_ylim(ends)
     if lengths:
         axes.set_xscale("log", base=2)
+        first, last = (end((*places, marked or places[0])) for end in (min, max))
+        if first == last:  # else the little that lines stand apart would fill the figure
+            axes.set_xlim(first / 2, 2 * last)
         axes.set_xticks(places, [f"{x:,.0f}" for x in places])
         axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel(across, size=MIDDLE)
@@ -166,5 +178,33 @@ def _top(group: Sequence[float], apart: float) -> float:
     return min(max(sum(group) / len(group) + length / 2, length), 1.0)
 
 
-def _plain(value: float, place: int) -> str:
-    return f"{value:,.0f}" if value >= 10 else f"{value:g}"
+def _log_ticks(low: float, high: float, height: float) -> list[float]:
+    """Round values on a logarithmic axis of so many inches, as many as have room; even steps in a narrow range.
+
+    >>> _log_ticks(1.9, 11, 3), _log_ticks(1.9, 41, 0.5), _log_ticks(9.7, 10.4, 3)
+    ([2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0], [3.0, 10.0, 30.0], [9.8, 10.0, 10.2, 10.4])
+    """
+    powers = [float(f"1e{power}") for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
+    rounds = [[digit * power for power in powers for digit in digits] for digits in DIGITS]
+    rounds += [powers[:: 2**step] for step in range(1, 8)]
+    apart = LABEL / height * (math.log(high) - math.log(low))
+    for values in rounds:
+        inside = [value for value in values if low <= value <= high]
+        if len(inside) < 3:
+            break
+        if all(math.log(right) - math.log(left) >= apart for left, right in pairwise(inside)):
+            return inside
+    even = [float(f"{value:.12g}") for value in MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(low, high)]
+    return [value for value in even if low <= value <= high]
+
+
+def _exact(value: float) -> str:
+    """With all the digits that it has: ticks are round, and two of them never look alike.
+
+    >>> _exact(10), _exact(10.25), _exact(2000), _exact(3e7)
+    ('10', '10.25', '2,000', '3e7')
+    """
+    if 1e-4 <= value < 1e6:
+        return f"{value:,.10f}".rstrip("0").rstrip(".")
+    digits, exponent = f"{value:.11e}".split("e")
+    return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
