@@ -186,6 +186,21 @@ def test_of_two_models_the_second_is_moved_in_where_the_first_has_no_such_layer_
     page.close()
 
 
+def test_a_model_without_a_bias_is_said_to_add_none_and_one_of_0_is_white(browser, tmp_path):
+    maps = views("alibi")["bias"]
+    zeros = [replace(one, described=replace(one.described, slope=one.described.slope * 0)) for one in maps.maps]
+    first = {"bias": replace(maps, maps=tuple(zeros))}
+    page = open_page(browser, tmp_path, Page([[Snapshot(first)], [Snapshot(views("rope-dynamic"))]]))
+    assert page.tab.inner_text("#map-note") == "0 everywhere."
+    head = page.tab.locator("button.head").first
+    assert head.evaluate("(head) => [...head.firstChild.getContext('2d').getImageData(0, 9, 1, 1).data]")[0] > 240
+    page.tab.evaluate("choose(0, 0)")
+    page.ready()
+    missing = page.texts("#maps figcaption")[1]
+    assert missing.endswith("adds no bias in layer 1; see the views content, scores, weights.")
+    assert page.texts("#grids p") == ["Adds no bias."]
+
+
 def test_a_two_sided_head_is_read_at_keys_ahead_too(browser, tmp_path):
     maps = position_maps(loud_model("deberta"), tokens(1), "all", "scores")
     # As of an encoder: nothing is masked.

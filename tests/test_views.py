@@ -181,6 +181,21 @@ def test_colours_are_two_about_zero_only_where_both_signs_matter():
     assert flat.vmin < flat.vmax
 
 
+def test_a_head_that_is_0_everywhere_is_white_and_said_to_be():
+    maps = alibi_maps(41, 3)
+    described = maps.maps[0].described
+    some = replace(maps, maps=(replace(maps.maps[0], described=replace(described, slope=described.slope * 0)),))
+    draws = (PositionMaps.figure, PositionMaps.paper_figure, PositionMaps.overview, lambda one: compare([maps, one]))
+    for draw in draws:
+        for one in (maps, some):
+            texts = " ".join(text.get_text() for text in draw(one).texts).replace("\n", " ").lower()
+            assert ("a head in white is 0 everywhere" in texts) == (one is some)
+    for about_zero in (True, False):
+        scale = colour_scale(numpy.zeros(3), about_zero=about_zero)
+        assert scale.paint(numpy.zeros(1))[0, :3].min() > 240
+        assert scale.paint(numpy.full(1, numpy.nan))[0, 0] < 230, "masked pairs are not white too"
+
+
 def test_overview_curves_and_comparison_draw_every_head(tmp_path):
     views = [position_views(loud_model(case), tokens(2), "all") for case in ("cable", "rope-dynamic")]
     overview = views[0]["bias"].overview()
@@ -324,6 +339,15 @@ def test_numbers_of_a_hundred_and_more_are_written_out():
     figure = replace(maps, maps=(replace(maps.maps[0], diagonal_spread=spreads),)).figure()
     said = [axes.texts[0].get_text().split("\n")[1] for axes in panels(figure)]
     assert said == ["diagonals 234", "diagonals 100", "diagonals 99"]
+
+
+def test_notes_of_large_numbers_are_short_and_beside_the_titles():
+    bias = lw.make("alibi", heads=12, width=24).bias(torch.zeros(1, 41, 24), lw.layout(41, causal=False))
+    one = replace(bias_map(bias, 0, causal=False), diagonal_spread=torch.full((12,), 3e38))
+    figure = PositionMaps(model="x", encoding="alibi", quantity="bias", maps=(one,)).figure()
+    figure.canvas.draw()
+    assert not overlap([text for axes in panels(figure) for text in (axes.title, *axes.texts)], figure)
+    assert "diagonals 3e38" in panels(figure)[0].texts[0].get_text()
 
 
 def test_a_notebook_shows_maps_by_themselves():

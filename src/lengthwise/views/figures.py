@@ -6,6 +6,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import matplotlib
 import numpy as np
@@ -64,7 +65,9 @@ def grid(maps: LayerMaps, *, heads: Sequence[int] | None = None, shared: bool = 
     down = -(-len(shown) // across)
     width, height = LEFT + SIDE + RIGHT, ABOVE + SIDE + BELOW
     title, above = wrapped(heading(maps, layer_map), across * width - 0.12, LARGE)
-    note, below = wrapped("; ".join([legend(maps), *pooling([tiles.pool])]), across * width - 0.12, SMALL)
+    scales = [scale] if scale else [colour_scale(images[head], log=log) for head in shown]
+    notes = [*zero_heads(scales), legend(maps), *pooling([tiles.pool])]
+    note, below = wrapped("; ".join(notes), across * width - 0.12, SMALL)
     top = 0.26 + above
     figure = new_figure(across * width, top + down * height + NOTE + below)
     write(figure, 0.06, 0.06, title, LARGE)
@@ -72,8 +75,10 @@ def grid(maps: LayerMaps, *, heads: Sequence[int] | None = None, shared: bool = 
         row, column = divmod(place, across)
         axes = axes_at(figure, column * width + LEFT, top + row * height + ABOVE, SIDE, SIDE)
         bar = axes_at(figure, column * width + LEFT + SIDE + 0.05, top + row * height + ABOVE, 0.06, SIDE)
-        panel(axes, layer_map, images[head], scale or colour_scale(images[head], log=log), bar)
-        axes.set_title(f"Head {head + 1}", size=MIDDLE, pad=3)
+        panel(axes, layer_map, images[head], scales[place % len(scales)], bar)
+        # The notes of a head with two sides stand at the right of its title.
+        beside = {} if layer_map.causal else {"x": 0, "ha": "left"}
+        axes.set_title(f"Head {head + 1}", size=MIDDLE, pad=3, **beside)
         annotate(axes, layer_map, head)
         if column == 0:
             axes.set_ylabel("query", size=SMALL, labelpad=1)
@@ -95,7 +100,8 @@ def overview(maps: LayerMaps) -> Figure:
     causal, log = maps.maps[0].causal, maps.quantity == "weights"
     notes = ["query down, key across"]
     notes += ["in the corner the greatest and the least of each head"] * causal
-    notes += ["colours follow the logarithm"] * log + pooling(tiles.pool for tiles in rows)
+    scales = [[colour_scale(image, log=log) for image in tiles.mean.numpy()] for tiles in rows]
+    notes += ["colours follow the logarithm"] * log + zero_heads(chain(*scales)) + pooling(tiles.pool for tiles in rows)
     left = 0.5 + 0.055 * max(map(len, labels))
     width = left + maps.heads * side + 0.1
     title, above = wrapped(heading(maps, maps.maps[0]), width - 0.12, LARGE)
@@ -107,7 +113,7 @@ def overview(maps: LayerMaps) -> Figure:
         # Of tiles of several sizes each has as many pixels as it has of the smallest.
         places = [torch.arange(size) * finest // tiles.pool for size in (down, across)]
         for head, image in enumerate(tiles.mean[:, places[0][:, None], places[1]].numpy()):
-            scale = colour_scale(image, log=log)
+            scale = scales[row][head]
             y, x = row * step[0], head * step[1]
             sheet[y : y + down, x : x + across] = scale.paint(image)
             if causal:
@@ -220,6 +226,11 @@ def pooling(pools: Iterable[int]) -> list[str]:
     return [f"each pixel: the mean of {up_to}{max(sizes)} x {max(sizes)} pairs"] if max(sizes) > 1 else []
 
 
+def zero_heads(scales: Iterable[ColourScale]) -> list[str]:
+    """A note on heads that are 0 everywhere, if there are any."""
+    return ["a head in white is 0 everywhere"] if any(scale.all_zero for scale in scales) else []
+
+
 def checked_heads(heads: Sequence[int] | None, count: int) -> list[int]:
     """The heads to draw, counted from 0, or an error."""
     shown = list(range(count)) if heads is None else list(heads)
@@ -308,7 +319,11 @@ def compare(
     ]
     whole = len(several) * (PLOT_LEFT + width) + sum(keys) * PLOT_KEY
     models, above = wrapped(", ".join(dict.fromkeys(maps.model for maps in several)), whole - 0.12, LARGE)
-    notes = pooling(one.pool for one in tiles) if rows else []
+    scales = [
+        [colour_scale(one.mean[head].numpy(), log=maps.quantity == "weights") for head in rows]
+        for maps, one in zip(several, tiles, strict=bool(rows))
+    ]
+    notes = [*zero_heads(chain(*scales)), *pooling(one.pool for one in tiles)] if rows else []
     note, note_below = wrapped("; ".join(notes), whole - 0.12, SMALL)
     top = PLOT_TOP + above + max(further for _, further in titles)
     below = top + PLOT_HEIGHT + PLOT_BELOW
@@ -333,7 +348,7 @@ def compare(
             image = tiles[column].mean[head].numpy()
             bar = axes_at(figure, left + side + 0.06, map_top, 0.06, side)
             map_axes = axes_at(figure, left, map_top, side, side)
-            panel(map_axes, layer_map, image, colour_scale(image, log=maps.quantity == "weights"), bar)
+            panel(map_axes, layer_map, image, scales[column][row], bar)
             map_axes.set_ylabel(f"Head {head + 1}", size=SMALL, labelpad=1)
     return figure
 

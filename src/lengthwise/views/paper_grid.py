@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from lengthwise.views.figures import RESOLUTION, checked_heads, heading, panel, pooling
+from lengthwise.views.figures import RESOLUTION, checked_heads, heading, panel, pooling, zero_heads
 from lengthwise.views.maps import LayerMaps
 from lengthwise.views.style import LARGE, MIDDLE, axes_at, colour_scale, new_figure, write
 
@@ -27,18 +27,17 @@ def paper_grid(maps: LayerMaps, *, heads: Sequence[int] | None = None, caption: 
     across = min(ACROSS, len(shown))
     width, height = LEFT + SIDE + RIGHT, ABOVE + SIDE + BELOW
     panels = -(-len(shown) // across) * height
-    sentences = [
-        caption or f"{heading(maps, layer_map)}.",
-        *(f"{note.capitalize()}." for note in pooling([tiles.pool])),
-    ]
+    log = maps.quantity == "weights"
+    scales = [colour_scale(images[head], log=log, about_zero=False) for head in shown]
+    notes = [*zero_heads(scales), *pooling([tiles.pool])]
+    sentences = [caption or f"{heading(maps, layer_map)}.", *(f"{note.capitalize()}." for note in notes)]
     lines = textwrap.wrap(" ".join(sentences), int(LETTERS * (across * width - 0.2)))
     figure = new_figure(across * width, panels + 0.2 + len(lines) * LINE)
     for place, head in enumerate(shown):
         row, column = divmod(place, across)
         left, top = column * width + LEFT, row * height + ABOVE
         axes, bar = axes_at(figure, left, top, SIDE, SIDE), axes_at(figure, left + SIDE + 0.06, top, 0.07, SIDE)
-        scale = colour_scale(images[head], log=maps.quantity == "weights", about_zero=False)
-        panel(axes, layer_map, images[head], scale, bar, bar_ticks())
+        panel(axes, layer_map, images[head], scales[place], bar, bar_ticks())
         axes.set_title(f"Head {head + 1}", size=LARGE, pad=3)
     for number, line in enumerate(lines):
         write(figure, 0.1, panels + 0.1 + number * LINE, line, MIDDLE)

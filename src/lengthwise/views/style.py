@@ -5,6 +5,7 @@ Figures are made without pyplot: no window opens, nothing stays in memory, and s
 
 import io
 import math
+import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ class ColourScale:
     norm: Normalize
     masked: str = "1.0"
     """The grey of pairs that are masked: white, unless white is a colour of the map."""
+    all_zero: bool = False
+    """Whether every value is 0: drawn in white, which no other head is."""
 
     def paint(self, values: np.ndarray) -> np.ndarray:
         """RGBA bytes."""
@@ -65,9 +68,12 @@ def colour_scale(values: np.ndarray, *, log: bool = False, about_zero: bool = Tr
     if about_zero and low < 0 < high and min(-low, high) >= (high - low) / 10:
         end = max(-low, high)
         return ColourScale(matplotlib.colormaps["RdBu_r"], Normalize(-end, end), "0.88")
+    if low == high == 0:
+        # Either end of one colour would look like the strongest value.
+        return ColourScale(matplotlib.colormaps["RdBu_r"], Normalize(-1, 1), "0.88", all_zero=bool(finite.size))
     if low == high:
-        # A constant needs a range too: up to 0, or from 0 to 1 where it is 0.
-        low, high = min(low, 0.0), max(high, 0.0) or float(low == 0)
+        # A constant needs a range too, from 0 or up to it.
+        low, high = min(low, 0.0), max(high, 0.0)
     return ColourScale(matplotlib.colormaps["viridis"], Normalize(low, high))
 
 
@@ -118,15 +124,18 @@ def ticks(length: int, most: int = 6) -> list[int]:
 
 
 def format_number(value: float) -> str:
-    """A number in two digits or, if there are more, all before the point, with a real minus sign; a dash for none.
+    """A number in two digits or, up to 99,999, all before the point, with a real minus sign; a dash for none.
 
     >>> format_number(-0.0123), format_number(0.0), format_number(-1703.2), format_number(float("nan"))
     ('−0.012', '0', '−1,703', '–')
+    >>> format_number(-321909856.0)
+    '−3.2e8'
     """
     if math.isnan(value):
         return "\N{EN DASH}"
-    whole = abs(value) >= 99.5
-    return ("0" if value == 0 else f"{value:,.0f}" if whole else f"{value:.2g}").replace("-", "\N{MINUS SIGN}")
+    whole = 99.5 <= abs(value) < 99_999.5
+    text = "0" if value == 0 else f"{value:,.0f}" if whole else f"{value:.2g}"
+    return re.sub(r"e\+0*", "e", text).replace("-", "\N{MINUS SIGN}")
 
 
 def checked_path(path: str | Path, *, force: bool) -> Path:

@@ -1,6 +1,6 @@
 "use strict";
 // The colours of the figures and their rules (style.py): one map from end to end, two-sided about 0 where both sides
-// count, and for weights their logarithm.
+// count, white where all is 0, and for weights their logarithm.
 
 const PALETTES = {};
 
@@ -18,7 +18,8 @@ function scaleOf(low, high, log = false) {
     const end = Math.max(-low, high);
     return { low: -end, high: end, palette: "two" };
   }
-  if (low === high) [low, high] = [Math.min(low, 0), Math.max(high, 0) || Number(low === 0)];
+  if (low === 0 && high === 0) return { low: -1, high: 1, palette: "two", allZero: true };
+  if (low === high) [low, high] = [Math.min(low, 0), Math.max(high, 0)];
   return { low, high, palette: "one" };
 }
 

@@ -35,8 +35,7 @@ function drawMaps() {
     view.figure.hidden = profile;
     view.layer = layer;
     if (!layer || profile) {
-      const missing = `${nameOf(view.side)} has no layer ${state.layer + 1}, head ${state.head + 1} in this view.`;
-      view.caption.textContent = layer ? "" : missing;
+      view.caption.textContent = layer ? "" : missingOf(view.side);
       view.canvas.hidden = true;
       continue;
     }
@@ -47,6 +46,17 @@ function drawMaps() {
     drawMap(view);
   }
   noteMap();
+}
+
+/** Why a side has nothing to enlarge: many encodings, such as RoPE, add no bias, and are seen in other views. */
+function missingOf(side) {
+  const { views } = snapshotOf(side);
+  const isHere = (one) => one.layer === state.layer && state.head < one.heads;
+  const others = WHATS.filter((what) => what !== "profile" && views[what]?.some(isHere));
+  if (state.what === "bias" && others.length) {
+    return `${nameOf(side)} adds no bias in layer ${state.layer + 1}; see the views ${others.join(", ")}.`;
+  }
+  return `${nameOf(side)} has no layer ${state.layer + 1}, head ${state.head + 1} in this view.`;
 }
 
 /** How many queries and keys the longest map has: what the shared window and cursor are cut to. */
@@ -188,7 +198,7 @@ function noteMap() {
   }
   const seen = windowOf(all);
   const drawn = mapViews.filter((view) => view.layer?.matrix);
-  const kinds = drawn.map((view) => cellsOf(view.layer));
+  const kinds = drawn.map((view) => (view.scale.allZero ? "0 everywhere" : cellsOf(view.layer)));
   const named = drawn.map((view, place) => `${kinds[place]} (${nameOf(view.side)})`);
   const cells = new Set(kinds).size === 1 ? kinds[0] : named.join("; ");
   const span = (start, size) => `${start} to ${start + size - 1}`;

@@ -4,6 +4,10 @@
 
 function drawOverview() {
   const grids = state.sides.map((side, place) => {
+    if (!side.layers.length) {
+      const none = state.what === "bias" ? "Adds no bias." : `Has nothing to see as ${state.what}.`;
+      return make("div", {}, make("h3", {}, nameOf(side)), make("p", { className: "quiet" }, none));
+    }
     const label = `Heads of ${nameOf(side)}`;
     const grid = make("div", { className: "grid", role: "group", ariaLabel: label });
     grid.dataset.side = place;
