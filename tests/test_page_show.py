@@ -12,6 +12,8 @@ from lengthwise.cli import main
 from lengthwise.inspect import load_maps, position_maps
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM
 from lengthwise.model.modeling import LengthwiseModel
+from lengthwise.show.options import parse_heads
+from lengthwise.show.page import CELLS
 
 ROOT = Path(__file__).parents[1]
 
@@ -103,7 +105,7 @@ def test_snapshots_of_a_run_are_of_the_view_and_the_layers_that_are_asked_for(
     [
         (["--detail", "3"], r"detail must be LAYER\.HEAD from 1 on"),
         (["--detail", "9.1"], "got Layer 9, Head 1"),
-        (["--detail", "1.1", "--length", "2500"], "at most 4,194,304 single cells, got 1 x 2,500 x 2,500"),
+        (["--detail", "1.1", "--length", "2500"], "4,194,304 single cells, got 1 x 2,500 x 2,500; .* --length 2048 or"),
         (["--heads", "1"], "--heads must be left out for a page"),
         (["--layer", "last", "--detail", "1.1"], "heads that are on the page, got Layer 1, Head 1"),
         (["--layer", "7"], "layer must be"),
@@ -135,3 +137,8 @@ def test_the_block_of_the_docs_runs(tmp_path, monkeypatch):
     (block,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/page.md").read_text(), re.DOTALL | re.MULTILINE)
     exec(compile(block, "page.md", "exec"), {})
     assert (tmp_path / "heads.html").stat().st_size > 50_000
+
+
+def test_the_command_of_the_docs_asks_for_no_more_single_cells_than_a_page_has():
+    ((length, heads),) = re.findall(r"--length (\d+) .* --detail (\S+)", (ROOT / "docs/page.md").read_text())
+    assert len(parse_heads(heads)) * int(length) ** 2 <= CELLS

@@ -197,7 +197,11 @@ def show_parser() -> OptionParser:
     parser.add_argument(
         "--layer", type=str, help="from 1 on, such as 3 or 1-4; 'last' or 'all'; a picture has the last, a page all"
     )
-    parser.add_argument("--detail", type=str, help="heads of which a page keeps every cell, as LAYER.HEAD: 12.1,12.3")
+    parser.add_argument(
+        "--detail",
+        type=str,
+        help="heads of which a page keeps every cell, as LAYER.HEAD: 12.1,12.3; one at up to 2048 tokens, two at 1448",
+    )
     parser.add_argument("--heads", type=str, help="from 1 on, such as 1-3,12; all by default")
     parser.add_argument(
         "--quantity", "--what", type=str, help="bias, content, scores, weights or profile; bias if there is one"

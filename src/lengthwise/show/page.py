@@ -1,5 +1,6 @@
 """`lengthwise show --out heads.html`: from names to the interactive page, with a run's snapshots where it has them."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -47,7 +48,7 @@ def model_snapshots(name: str, options: ShowOptions) -> tuple[list[Snapshot], st
     if len(detail) * length**2 > CELLS:
         raise ValueError(
             f"--detail must be at most {CELLS:,} single cells, got {len(detail)} x {length:,} x {length:,}; name fewer "
-            "heads, make the text shorter, or use `lengthwise serve`"
+            f"heads, give --length {math.isqrt(CELLS // len(detail))} or less, or use `lengthwise serve`"
         )
     layers = options.layers("all")
     _check_detail(detail, loaded, layers, options.part)
