@@ -231,6 +231,13 @@ def test_a_dry_run_counts_what_the_encoding_learns():
     assert "221,472 of them the encoding's" in dry_run(TrainConfig(preset="small", encoding="cable"))
 
 
+def test_the_layers_of_the_docs_fit_the_default_preset():
+    (layers,) = re.findall(
+        r"^```yaml\n(layers:.*?)^```", (ROOT / "docs/train.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    assert "of the first 4+0..512" in dry_run(TrainConfig(**yaml.safe_load(layers)))
+
+
 def test_options_of_the_command_line_go_before_the_file_and_print_config_shows_both(tmp_path, capsys):
     (tmp_path / "a.yaml").write_text("encoding: kerple\nsteps: 7\n")
     with pytest.raises(SystemExit):
