@@ -2,7 +2,8 @@
 
     python docs/stretching.py measure MODEL TEXT        one JSON line for every value, written when it is computed
     python docs/stretching.py table                     those lines as a table, into docs/stretching.md, and beside it
-                                                        what `lengthwise evaluate --stretch` wrote of a run of ours
+                                                        what `lengthwise evaluate --stretch` wrote of a run of ours,
+                                                        whose picture is drawn anew
 
     loss      the last 512 tokens of 4 windows of the text; at every length and for every method the same tokens
     passkey   a number that stands at one of five depths of a text as long as the window, and is to be repeated
@@ -29,11 +30,12 @@ from lengthwise.evaluate.corpus import Corpus, plan_text_windows, read_corpus
 from lengthwise.evaluate.losses import last_logits, token_losses
 from lengthwise.evaluate.score import Score
 from lengthwise.evaluate.statistics import t_interval
-from lengthwise.evaluate.table import LengthTable, markdown
+from lengthwise.evaluate.table import LengthTable, control_figure, markdown
 from lengthwise.evaluate.tasks import DEPTHS, sized_examples
 from lengthwise.loading import LoadedModel, load_model
 from lengthwise.model.stretch import parse_stretch, stretching
 from lengthwise.model.stretch import trained_length as length_in_config
+from lengthwise.views.style import save_picture
 
 DOCS = Path(__file__).parent
 sys.path.append(str(DOCS.parent / "benchmarks"))
@@ -148,10 +150,23 @@ def table(values: dict[Cell, dict]) -> str:
     return f"{note}\n\n{markdown(rows)}"
 
 
+def own_scores(path: Path) -> tuple[LengthTable, str]:
+    """What `lengthwise evaluate --stretch` wrote, and the name of the control in it."""
+    scores = LengthTable([Score.from_json(score) for score in json.loads(path.read_text())["scores"]])
+    return scores, next(name for name in scores.names if "+window:" in name)
+
+
+def draw_own(path: Path) -> None:
+    """The picture that `lengthwise evaluate` drew of these scores, drawn anew beside them."""
+    scores, control = own_scores(path)
+    train_length = int(control.partition("+window:")[2])
+    figure = control_figure(scores, dict.fromkeys(scores.names, control), train_length=train_length)
+    save_picture(figure, path.parent / "control.png", force=True)
+
+
 def own_table(path: Path) -> str:
     """Perplexity at every length, how far it holds, and the difference from the control at the longest."""
-    scores = LengthTable([Score.from_json(score) for score in json.loads(path.read_text())["scores"]])
-    control = next(name for name in scores.names if "+window:" in name)
+    scores, control = own_scores(path)
     longest = scores.lengths[-1]
     rows = [["", *(f"{n:,}" for n in scores.lengths), "holds to", f"against the control at {longest:,}"]]
     for name in scores.names:
@@ -215,6 +230,7 @@ def main() -> None:
     if chosen.verb == "table":
         text = filled(PAGE.read_text(), "ours", own_table(OURS))
         PAGE.write_text(filled(text, "measured", table(read(chosen.out))))
+        draw_own(OURS)
         return
     loaded = load_model(chosen.model, dtype=torch.float32)
     trained = length_in_config(loaded.model)
