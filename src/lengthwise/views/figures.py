@@ -77,8 +77,8 @@ def grid(maps: LayerMaps, *, heads: Sequence[int] | None = None, shared: bool = 
         bar = axes_at(figure, column * width + LEFT + SIDE + 0.05, top + row * height + ABOVE, 0.06, SIDE)
         panel(axes, layer_map, images[head], scales[place % len(scales)], bar)
         # The notes of a head with two sides stand at the right of its title.
-        beside = {} if layer_map.causal else {"x": 0, "ha": "left"}
-        axes.set_title(f"Head {head + 1}", size=MIDDLE, pad=3, **beside)
+        title_at, aligned = (0.5, "center") if layer_map.causal else (0.0, "left")
+        axes.set_title(f"Head {head + 1}", size=MIDDLE, pad=3, x=title_at, ha=aligned)
         annotate(axes, layer_map, head)
         if column == 0:
             axes.set_ylabel("query", size=SMALL, labelpad=1)
