@@ -120,7 +120,8 @@ class OptionParser(ArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """One line instead of a page of usage."""
         parser = getattr(ex, "subcommand_parser", None) or self
-        if missing := re.fullmatch(r"the following arguments are required: (\w+)\..*", message):
+        missing = re.fullmatch(r"the following arguments are required: (\w+)\..*", message)
+        if missing and self._subcommands_action is not None:
             parser = self._subcommands_action.choices[missing[1]]
         fault = getattr(ex, "__cause__", None)
         if isinstance(fault, yaml.MarkedYAMLError) and (mark := fault.problem_mark) is not None:
@@ -164,7 +165,7 @@ class OptionParser(ArgumentParser):
         wanted = []
         for name in (name.rpartition(".")[2] for name in match[1].split(", ")):
             (action,) = (action for action in self._actions if action.dest == name)
-            wanted.append(f"{(action.option_strings or [action.metavar])[0]} ({action.help})")
+            wanted.append(f"{[*action.option_strings, action.metavar][0]} ({action.help})")
         return f"expected {' and '.join(wanted)}, got none"
 
     def _unrecognized(self, match: re.Match[str]) -> str:
