@@ -15,8 +15,11 @@ GOLDEN = Path(__file__).with_name("golden_losses.json")
 CASES = {"cable": "adamw", "t5-clamped": "adamw", "rope": "adamw", "fire": "muon"}
 """The optimizer of each encoding."""
 STEPS = 20
-TOLERANCE = 1e-5
-"""Relative. Processors sum in different orders: by row_block instead of the kernel the largest difference is 3e-7."""
+TOLERANCE = {"adamw": 1e-5, "muon": 2 * 8.6e-5}
+"""Relative, by optimizer. Processors sum in different orders: by row_block instead of the kernel the largest difference
+is 3e-7. They round Muon's iteration in bfloat16 differently too: float32 in its place changes a loss by up to 8.6e-5, so
+two that round differently may be twice that apart. A learning rate that is 1 % off changes one by 8e-3.
+"""
 
 
 def losses(encoding: str, folder: Path) -> list[float]:
@@ -54,7 +57,7 @@ LATER = ("t5-clamped", "rope")
 def test_the_losses_of_twenty_steps_are_those_in_the_repository(encoding, tmp_path, monkeypatch):
     monkeypatch.setenv("LENGTHWISE_DATA", str(tmp_path / "cache"))
     golden = json.loads(GOLDEN.read_text())[encoding]
-    assert losses(encoding, tmp_path) == pytest.approx(golden, rel=TOLERANCE)
+    assert losses(encoding, tmp_path) == pytest.approx(golden, rel=TOLERANCE[CASES[encoding]])
     assert len(golden) == STEPS
     assert golden[-1] < 0.8 * golden[0]
 
