@@ -362,13 +362,13 @@ def study(plan: bool, watch: bool, **options: Any) -> str:
         from lengthwise.study.watch import watch_study
 
         return watch_study(config)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     if plan:
         from lengthwise.study.watch import missing_commands
 
         return "\n".join(missing_commands(config))
     from lengthwise.study.execute import run_study
 
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
     return run_study(config)
 
 

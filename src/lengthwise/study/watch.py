@@ -1,13 +1,15 @@
 """How far the runs of a study are and which are missing, read from its folder alone: from any machine that sees it."""
 
+import logging
 import sys
 import time
 
 from lengthwise.evaluate.config import ResolvedEvalConfig
 from lengthwise.study.config import StudyConfig
-from lengthwise.study.record import is_recorded, read_outcome
+from lengthwise.study.record import differences, is_recorded, read_outcome, record_key, record_path
 from lengthwise.study.runs import StudyRun, contrastive_runs, evaluation_of, study_runs
 
+log = logging.getLogger(__name__)
 SECONDS = 2.0
 """Between two looks."""
 
@@ -21,6 +23,9 @@ def missing_commands(config: StudyConfig) -> list[str]:
     # A contrastive run starts from the weights of a masked one, so that a record of that is not enough.
     evaluation = evaluation_of(config, runs[0])
     missing = [run for run in runs if not run.is_finished and (later or not is_recorded(config.out, run, evaluation))]
+    for run in missing:
+        if differing := differences(record_path(config.out, run), record_key(run, evaluation)):
+            log.info("%s is to be trained again: its record differs in %s", run.name, ", ".join(differing))
     return [run.command for run in (*missing, *(run for run in later if not run.is_finished))]
 
 
