@@ -45,7 +45,7 @@ def read_data(config: ResolvedTrainConfig) -> tuple[PreTrainedTokenizerFast, Tok
     else:
         sources = (config.data, config.held_out)
         train, held_out = (prepare(source, tokenizer, split="all", **files) for source in sources)
-    if config.goes_on:  # as in evaluation: such a model predicts nonsense without it
+    if config.objective == "causal":  # as in evaluation: without it a pretrained model predicts nonsense
         train.start = held_out.start = start_token(tokenizer)
     return tokenizer, train, held_out
 
