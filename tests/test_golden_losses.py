@@ -17,8 +17,8 @@ CASES = {"cable": "adamw", "t5-clamped": "adamw", "rope": "adamw", "fire": "muon
 STEPS = 20
 TOLERANCE = {"adamw": 1e-5, "muon": 2 * 8.6e-5}
 """Relative, by optimizer. Processors sum in different orders: by row_block instead of the kernel the largest difference
-is 3e-7. They round Muon's iteration in bfloat16 differently too: float32 in its place changes a loss by up to 8.6e-5, so
-two that round differently may be twice that apart. A learning rate that is 1 % off changes one by 8e-3.
+is 3e-7. They round Muon's iteration in bfloat16 differently too: float32 in its place changes a loss by up to 8.6e-5,
+so two that round differently may be twice that apart. A learning rate that is 1 % off changes one by 8e-3.
 """
 
 
