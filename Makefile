@@ -50,7 +50,7 @@ bench-base: $(VENV)/ready
 	$(BIN)/python benchmarks/attention.py --base $(BASE) --out benchmarks/results/attention-base.jsonl
 
 bench-model: $(VENV)/ready
-	for what in train decode memory loss; do $(BIN)/python benchmarks/model.py $$what || exit 1; done
+	for what in train study decode memory loss; do $(BIN)/python benchmarks/model.py $$what || exit 1; done
 	$(BIN)/python docs/tables.py
 
 table: $(VENV)/ready

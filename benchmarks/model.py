@@ -1,13 +1,14 @@
 """The whole model against its rivals, in turn in one process: a training step, a decode step, and the memory of length.
 
     python benchmarks/model.py train             preset tiny, 1,024 tokens: every encoding, and transformers' GPT-2
+    python benchmarks/model.py study             a batch of the full study, preset nano: every encoding of it
     python benchmarks/model.py decode            preset small, one token after 4,096 cached ones
     python benchmarks/model.py memory            preset tiny, forward over 16,384 tokens, each in a process of its own
     python benchmarks/model.py loss              the loss of 32,768 tokens through a vocabulary of 50,304
 
 Losses of rivals are compared before they are timed. Rivals run round robin; the ratio is the median over rounds of the
 time divided by that of encoding "none" in the same round. One JSON line a rival, with its birth certificate, kept in
-benchmarks/results; `make bench-model` runs all four.
+benchmarks/results; `make bench-model` runs all five.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 
 import torch
 from certificate import certificate
@@ -27,9 +28,15 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 from lengthwise.model import LengthwiseConfig, LengthwiseForCausalLM, convert_gpt2
 from lengthwise.model.losses import head_loss
+from lengthwise.study.config import StudyConfig
+from lengthwise.study.runs import training_of
+from lengthwise.train.setup import model_config
 
 RESULTS = Path(__file__).parent / "results"
+STUDY = Path(__file__).parents[1] / "docs/results/full-stdlib/study.json"
 BASE = "none"
+LENGTHS = {"train": 1024, "study": 128, "decode": 4096, "memory": 16384, "loss": 32768}
+ROUNDS = {"train": 15, "study": 20, "decode": 150}
 Job = Callable[[], object]
 
 
@@ -63,6 +70,29 @@ def train_jobs(names: list[str], length: int) -> dict[str, Job]:
     return {name: ours(name) for name in names} | {"transformers GPT-2, sdpa": theirs}
 
 
+def study_jobs(names: list[str], length: int) -> dict[str, Job]:
+    """A forward and a backward pass over a batch of the full study, with the model that it trains for each encoding."""
+
+    def ours(name: str) -> Job:
+        torch.manual_seed(0)
+        config = training_of(StudyConfig(), name).resolved()
+        model = LengthwiseForCausalLM(model_config(config, 1024)).train()
+        ids = torch.randint(0, 1024, (config.batch_tokens // length, length))
+
+        def step() -> None:
+            model.zero_grad()
+            model.loss(ids, ids).backward()
+
+        return step
+
+    return {name: ours(name) for name in names}
+
+
+def encodings_of_the_study() -> list[str]:
+    """Every encoding of the stored full study."""
+    return [row["encoding"] for row in json.loads(STUDY.read_text())["rows"]]
+
+
 def decode_jobs(names: list[str], length: int) -> dict[str, Job]:
     """One token of preset small after `length` cached ones; what a step adds to the cache is taken off again."""
     prompt, token = torch.randint(0, 50304, (1, length)), torch.randint(0, 50304, (1, 1))
@@ -87,11 +117,19 @@ def decode_jobs(names: list[str], length: int) -> dict[str, Job]:
     return {name: ours(name) for name in names}
 
 
-def round_robin(jobs: dict[str, Job], rounds: int) -> dict[str, dict[str, float]]:
-    """Median seconds and median ratio to encoding "none" of the same round."""
+def round_robin(jobs: dict[str, Job], rounds: int) -> dict[str, dict[str, object]]:
+    """Median seconds, and median and quartiles of the ratio to encoding "none" of the same round."""
     times = timed_in_turn(jobs, rounds)
     ratios = {name: [t / base for t, base in zip(found, times[BASE], strict=True)] for name, found in times.items()}
-    return {name: {"seconds": median(times[name]), "ratio": median(ratios[name])} for name in jobs}
+    return {
+        name: {
+            "rounds": rounds,
+            "seconds": median(times[name]),
+            "ratio": median(ratios[name]),
+            "quartiles": quantiles(ratios[name])[::2],
+        }
+        for name in jobs
+    }
 
 
 def timed_in_turn(jobs: dict[str, Job], rounds: int) -> dict[str, list[float]]:
@@ -139,19 +177,21 @@ def loss_seconds(length: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["train", "decode", "memory", "loss"])
-    parser.add_argument("--encodings", nargs="+", default=["none", "kerple", "cable"])
+    parser.add_argument("what", choices=[*LENGTHS])
+    parser.add_argument("--encodings", nargs="+")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--length", type=int)
     chosen = parser.parse_args()
-    length = chosen.length or {"train": 1024, "decode": 4096, "memory": 16384, "loss": 32768}[chosen.what]
+    length = chosen.length or LENGTHS[chosen.what]
+    usual = encodings_of_the_study() if chosen.what == "study" else ["none", "kerple", "cable"]
+    encodings = chosen.encodings or usual
     if chosen.what == "memory":
-        rows = {name: {"gigabytes": memory(name, length)} for name in chosen.encodings}
+        rows = {name: {"gigabytes": memory(name, length)} for name in encodings}
     elif chosen.what == "loss":
         rows = {"head_loss": loss_seconds(length)}
     else:
-        jobs = {"train": train_jobs, "decode": decode_jobs}[chosen.what](chosen.encodings, length)
-        rows = round_robin(jobs, chosen.rounds or {"train": 15, "decode": 150}[chosen.what])
+        jobs = {"train": train_jobs, "study": study_jobs, "decode": decode_jobs}[chosen.what](encodings, length)
+        rows = round_robin(jobs, chosen.rounds or ROUNDS[chosen.what])
     born = certificate("python benchmarks/model.py " + " ".join(sys.argv[1:]))
     lines = [
         json.dumps({"what": chosen.what, "rival": name, "length": length} | row | {"born": born})

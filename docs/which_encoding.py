@@ -5,6 +5,7 @@
 
 import textwrap
 from dataclasses import dataclass
+from pathlib import Path
 
 from results import stored_results
 
@@ -17,6 +18,8 @@ DATA = {"stdlib": "Python's library", "wikipedia.jsonl": "Wikipedia"}
 """The data on which rates may have been chosen, in words."""
 TASKS = "full-tasks"
 """The stored study of tasks."""
+STEPS = Path(__file__).parents[1] / "benchmarks/results/model-study.jsonl"
+"""How long a step of the full study takes with each encoding."""
 WIDTH = 120
 HOLDS, BREAKS = 0.03, 0.20
 """Up to which rise at the far length an encoding holds, and from which on it breaks."""
@@ -88,8 +91,8 @@ def _gap(row: dict) -> float:
     return row["above_best"]["value"] if row["above_best"] is not None else 0.0
 
 
-def page(studies: dict[str, dict], tasks: dict) -> str:
-    """docs/which_encoding.md; `studies` by their names in docs/results, and the study of tasks."""
+def page(studies: dict[str, dict], tasks: dict, steps: list[dict]) -> str:
+    """docs/which_encoding.md; `studies` by their names in docs/results, the study of tasks, and the times of a step."""
     judged = judge(studies)
     first = next(iter(studies.values()))
     length, far = first["train_length"], next(row["rise"]["length"] for row in first["rows"] if "rise" in row)
@@ -133,7 +136,7 @@ def page(studies: dict[str, dict], tasks: dict) -> str:
     origin = (
         f"In brackets the intervals; the rise is at {far:,} tokens, a mean over seeds. Nats are per token of each "
         "text's own tokenizer, so the order is by the mean place on the texts. "
-        f"The reports, with speed, memory, bits per byte and every command: {reports}. "
+        f"The reports, with memory, bits per byte and every command: {reports}. "
         f"{_versions(stored)}This page is written by `make table`."
     )
     limits = (
@@ -148,10 +151,28 @@ def page(studies: dict[str, dict], tasks: dict) -> str:
         figures,
         markdown([head, *map(_cells, judged)]),
         _filled(origin),
+        *speed_blocks(steps),
         *task_blocks(tasks),
         _filled(limits),
     ]
     return "\n\n".join(blocks) + "\n"
+
+
+def speed_blocks(steps: list[dict]) -> list[str]:
+    """How long a step takes with each encoding, the fastest first."""
+    born, rounds = steps[0]["born"], steps[0]["rounds"]
+    words = (
+        "A training step of these models, forward and backward, as a ratio to one without positional encoding in the "
+        f"same round: medians of {rounds} rounds in which all take turns in one process, and quartiles. Longer texts "
+        "change the order: [measured to 8,192 tokens](../README.md#what-we-measured). The studies' own runs were "
+        "trained beside other work, so that the tokens per second in their reports cannot be compared. Measured by "
+        f"`{born['command']}` at commit {born['commit']} on {born['date']}: {born['machine']}."
+    )
+    rows = [["encoding", "training step", "quartiles"]]
+    for step in sorted(steps, key=lambda step: step["ratio"]):
+        low, high = step["quartiles"]
+        rows.append([step["rival"], f"{step['ratio']:.2f}", f"{low:.2f} to {high:.2f}"])
+    return ["## Speed", _filled(words), markdown(rows)]
 
 
 def task_blocks(study: dict) -> list[str]:

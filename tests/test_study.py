@@ -176,7 +176,14 @@ def test_the_page_on_which_encoding_to_use_says_only_what_the_intervals_of_all_t
     tasks.append({"task": "copy", "encoding": "learned", "length": 64, "refused": "too long"})
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "docs")
     write = importlib.import_module("which_encoding").page
-    page = " ".join(write(studies, {"tasks": tasks, "seeds": [1], "rows": [starved]}).split())
+    born = {"command": "measure", "commit": "abc", "date": "2026-01-01", "machine": "one"}
+    ratios = {"cable": 1.204, "none": 1.0, "fox": 1.1}
+    steps = [
+        {"rival": name, "rounds": 20, "ratio": ratio, "quartiles": [ratio - 0.01, ratio + 0.02], "born": born}
+        for name, ratio in ratios.items()
+    ]
+    page = " ".join(write(studies, {"tasks": tasks, "seeds": [1], "rows": [starved]}, steps).split())
+    assert "| none | 1.00 | 0.99 to 1.02 | | fox | 1.10 | 1.09 to 1.12 | | cable | 1.20 | 1.19 to 1.22 |" in page
     both = "cable and kerple; with the scores replaced, cope."
     assert f"hold at 8 times the training length: {both} Of these, level with the best" in page
     assert f"level with the best at the training length: {both}" in page
@@ -192,7 +199,7 @@ def test_the_page_on_which_encoding_to_use_says_only_what_the_intervals_of_all_t
     other = study(row("rope", behind, broken, seeds=1), best, row("alibi", behind, [0, 0.01]), rescored, is_test=True)
     studies["full-wikipedia"] = other | {"of_another_version": "0.0.9"}
     of_tasks = {"tasks": tasks, "seeds": [1], "rows": [starved], "of_another_version": "0.0.8"}
-    page = " ".join(write(studies, of_tasks).split())
+    page = " ".join(write(studies, of_tasks, steps).split())
     assert "Wikipedia: by Student's t over 3 seeds, of one score over documents)" in page
     assert "chosen on Python's library; nothing was chosen on Wikipedia." in page
     assert "**Not measured on Wikipedia so far**, so judged without it" in page
@@ -604,7 +611,9 @@ def test_a_run_with_a_record_needs_no_folder_and_is_trained_again_only_for_anoth
     assert re.search("alibi-1 +measured +3 of 3", watch_study(config))
     assert len(missing_commands(small(tmp_path, seeds=[1, 2], steps=4))) == 4
     measured_otherwise = small(tmp_path, seeds=[1, 2], lengths=[16, 32], encodings=["alibi"])
-    assert len(missing_commands(measured_otherwise)) == 2
+    with caplog.at_level("INFO"):
+        assert len(missing_commands(measured_otherwise)) == 2
+    assert "alibi-1 is to be trained again: its record differs in measure" in caplog.text
     said = run_study(dataclasses.replace(measured_otherwise, train=False))
     assert "alibi-1 is missing: not trained yet; its record differs in measure" in said
     with caplog.at_level("INFO"):
