@@ -45,4 +45,8 @@ def test_levels_ride_only_where_nothing_is_lost():
     assert not sdpa.rides_in_channels(call_with(rising, causal=False))
     assert not sdpa.rides_in_channels(call_with(rising, window=3))
     assert not sdpa.rides_in_channels(call_with(1e5 * rising))
+    # A score of 8,192 has in float32 the rounding that a weight has in float16.
+    assert sdpa.rides_in_channels(call_with(1024 * rising, torch.float16))
+    assert not sdpa.rides_in_channels(call_with(1025 * rising, torch.float16))
+    assert sdpa.rides_in_channels(call_with(1025 * rising, torch.bfloat16))
     assert not sdpa.rides_in_channels(call_with(rising * torch.nan))

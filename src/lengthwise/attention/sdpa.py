@@ -3,7 +3,8 @@
 Under causality and rising levels -slope[i] (level[i] - level[j]) is a constant of row i, which the softmax drops, plus
 slope[i] level[j]: a product of something of the query and something of the key, as q.k is. So a LevelBias can ride in a
 few more channels of q and k. A half-precision number holds 8 or 11 bits, so both are split into three parts, and the
-six products that matter are summed in the kernel's own float32, whose rounding is below half precision's.
+six products that matter are summed in the kernel's own float32, whose rounding must stay below half precision's: levels
+whose products are too large for that are filled in.
 """
 
 from typing import Any
@@ -63,8 +64,9 @@ def is_fused(call: AttentionCall) -> bool:
 def rides_in_channels(call: AttentionCall) -> bool:
     """Whether the bias can be extra channels and lose nothing.
 
-    In float32 it would: scores as large as the level leave fewer bits for the rest. So would the gradient of a level
-    that was rounded on its way. Whether levels rise is read from them, which a compiled graph cannot do.
+    In float32 it would: scores as large as the level leave fewer bits for the rest. In half precision a score must have
+    no rounding in float32 beyond that of a weight, so that 32,768 tokens of FoX are too many for float16. The gradient
+    of a level would be rounded on its way. Whether levels rise is read from them, which a compiled graph cannot do.
     """
     bias, half = call.bias, call.dtype in (torch.bfloat16, torch.float16)
     if not isinstance(bias, LevelBias) or not half or bias.needs_grad or torch.compiler.is_compiling():
@@ -79,8 +81,10 @@ def rides_in_channels(call: AttentionCall) -> bool:
     assert levels.query_level is not None
     assert levels.key_level is not None
     largest = levels.key_level.abs().amax()
+    steepest = largest * levels.slope.abs().amax()
+    room = torch.finfo(call.dtype).eps / torch.finfo(torch.float32).eps
     rising = (levels.query_level >= levels.key_level.cummax(2).values).all()
-    return bool(rising & (largest < torch.finfo(torch.float16).max))
+    return bool(rising & (largest < torch.finfo(torch.float16).max) & (steepest <= room))
 
 
 def _plain(call: AttentionCall) -> Tensor:
