@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from rounding import ROUNDINGS, Inside, Tensors, rounding_noise
+from rounding import Inside, Tensors, rounding_noise, roundings
 from torch import Tensor
 
 import lengthwise as lw
@@ -1043,7 +1043,7 @@ def faults(call: RandomCall, ours: Tensors) -> Iterator[str]:
         underflow = terms * got.numel() ** 0.5 * max(kind.tiny * kind.eps, 1e3 * torch.finfo(torch.float32).tiny)
         allowed += kind.eps * terms**0.5 * float(exact.norm()) + underflow
         if error > allowed:
-            allowed += ROUNDINGS * call.noise(kind.eps).get(name, 0.0)
+            allowed += roundings(exact.numel()) * call.noise(kind.eps).get(name, 0.0)
         if error > allowed:
             size = float(exact.norm())
             yield f"{name} is off by {error:.2e} of {size:.2e}, allowed are {allowed:.2e}"

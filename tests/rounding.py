@@ -2,7 +2,7 @@
 
     allowed = 2 |plain - exact|              twice the error of the definition at the same precision,
             + eps sqrt(terms) |exact|        a sum in another order,
-            + ROUNDINGS noise                and what random roundings inside amount to
+            + roundings() noise              and what random roundings inside amount to
 
 The last is what is left where terms cancel: a result near 0 is made of large numbers, each with a rounding of its own.
 """
@@ -23,6 +23,8 @@ EPS = torch.finfo(torch.float32).eps
 DRAWS = 16
 ROUNDINGS = 4
 """A number goes through about so many roundings on its way: as an input, in a product, in a score and in a weight."""
+CHANCE = 6
+"""The norm of n normal numbers is over 1 + 6 / sqrt(n) times its mean square once in a hundred million draws."""
 
 
 @dataclass
@@ -122,6 +124,11 @@ def rounding_noise(
     return {name: math.sqrt(total) for name, total in totals.items()}
 
 
+def roundings(numbers: int) -> float:
+    """How many times the noise a result of so many numbers may be off: of very few, chance alone goes further."""
+    return max(ROUNDINGS, 1 + CHANCE / math.sqrt(max(1, numbers)))
+
+
 def assert_within_rounding(
     ours: Tensors, plain: Tensors, exact: Tensors, noise: Mapping[str, float], *, terms: int, eps: float = EPS
 ) -> None:
@@ -134,5 +141,5 @@ def assert_within_rounding(
         got, theirs, truth = (x.double().masked_fill(x == -torch.inf, 0) for x in (got, theirs, truth))
         size, error, off = float(truth.norm()), float((got - truth).norm()), float((theirs - truth).norm())
         half = torch.finfo(ours[name].dtype).eps if ours[name].dtype.itemsize < 4 else 0.0
-        allowed = 2 * off + (eps * terms**0.5 + half) * size + ROUNDINGS * noise.get(name, 0.0)
+        allowed = 2 * off + (eps * terms**0.5 + half) * size + roundings(truth.numel()) * noise.get(name, 0.0)
         assert error <= allowed, f"{name} is off by {error:.3g} of {size:.3g}, allowed are {allowed:.3g}"
