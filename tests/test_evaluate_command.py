@@ -278,9 +278,9 @@ def test_two_processes_that_share_each_text_give_the_numbers_of_one(folder, tmp_
 def test_processes_of_machines_with_unlike_memory_agree_on_how_to_read_a_window(folder, tmp_path, capfd):
     def measure():
         def some_memory(model):
-            # Of half of it, the part of a window takes a little more in the second process.
-            part = memory.bytes_needed(model, length=1501, scored=1, processes=2)
-            return 2 * part - 2 if os.environ["RANK"] == "1" else 10**12
+            # Of the second process, half has room for chunks, and for no part of a window.
+            chunks = memory.bytes_needed(model, length=1501, scored=1501, chunk=memory.SMALLEST_CHUNK)
+            return 2 * chunks if os.environ["RANK"] == "1" else 10**12
 
         memory.memory_of = some_memory
         evaluate(folder, str(folder / "rope"), "--lengths", "1501", "--out", str(tmp_path))

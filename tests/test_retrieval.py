@@ -432,7 +432,7 @@ def test_the_command_measures_retrieval_and_pseudo_perplexity(tmp_path, capsys, 
     ("words", "message"),
     [
         (["--tasks", "copy"], "--tasks: for models that predict the next token"),
-        (["--protocol", "paper", "--stride", "8"], "--protocol, --stride: for models that predict the next token"),
+        (["--protocol", "sliding", "--stride", "8"], "--protocol, --stride: for models that predict the next token"),
         (["--chunk", "8"], "--chunk: for models"),
         (["--by-position"], "--by-position: for models"),
         (["--stretch", "yarn:2"], "--stretch, --tasks: for models"),
