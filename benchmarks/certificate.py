@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 import torch
 
 import lengthwise
-from lengthwise.files import processor_name, source_commit
+from lengthwise.origin import processor_name, source_commit
 
 
 def certificate(command: str) -> dict[str, object]:

@@ -5,7 +5,7 @@ python docs/trained_maps.py --text "English Wikipedia of 2006" --licence "CC BY-
 
 import argparse
 
-from lengthwise.files import source_commit
+from lengthwise.origin import source_commit
 from lengthwise.show.trained_maps import Source, check_sizes, write_trained
 
 

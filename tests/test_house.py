@@ -28,6 +28,7 @@ ROOMS = [
     "bias",
     "rescore",
     "encodings",
+    "origin",
     "attention",
     "testing",
     "model",

@@ -231,7 +231,7 @@ def test_every_encoding_has_as_many_tries_and_the_best_is_chosen(tmp_path, monke
         best = min([third, *below], key=lambda result: result["loss"])
         assert tuned.rates[name]["encoding_learning_rate"] == best["encoding_learning_rate"]
         assert tuned.rates[name]["learning_rate"] == best["learning_rate"]
-    monkeypatch.setattr("lengthwise.study.tune.origin", lambda command: {"command": "a later one"})
+    monkeypatch.setattr("lengthwise.study.tune.origin", lambda: {"command": "a later one"})
     assert with_tuned_rates(config) == tuned
     again = json.loads((tmp_path / "study" / "tuning.json").read_text())
     assert again == content, "with the certificate of the tries, which were not repeated"

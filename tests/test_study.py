@@ -28,7 +28,7 @@ from lengthwise.evaluate import run as evaluate_run
 from lengthwise.evaluate import table as table_module
 from lengthwise.evaluate.statistics import Interval, t_interval, wilson
 from lengthwise.evaluate.tasks import TaskScore
-from lengthwise.files import command_line
+from lengthwise.origin import command_line
 from lengthwise.runs import Run
 from lengthwise.study import engine, evaluator, execute
 from lengthwise.study import record as record_module

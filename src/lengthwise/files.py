@@ -1,6 +1,5 @@
 """Files: where the cache is, how one is written whole or not at all, its hash, whether another machine's is here, and
-whether a name can only be that of one that is missing; and where numbers come from: this machine's processor, the
-command, and the commit of these sources.
+whether a name can only be that of one that is missing.
 
 Folders that are whole or not there are in runs.py.
 """
@@ -11,14 +10,9 @@ import json
 import logging
 import math
 import os
-import platform
-import shlex
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -133,54 +127,3 @@ def missing_path(name: str | Path) -> str | None:
     near = difflib.get_close_matches(path.name, others, n=1)
     hint = f"; did you mean {str(path.parent / near[0])!r}?" if near else ""
     return f"there is no such folder here{hint}"
-
-
-def processor_name() -> str:
-    """What the processor calls itself."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def command_line() -> str:
-    """The command of this process, for a shell; without the folder of its program, which is this machine's own."""
-    program = Path(sys.argv[0])
-    return shlex.join(["lengthwise" if program.name == "cli.py" else program.name, *sys.argv[1:]])
-
-
-def source_commit() -> str | None:
-    """The commit of these sources, with a + where they have changed since; None where they are no checkout of git."""
-    if not _git("ls-files", "--", Path(__file__).name):
-        return None
-    return f"{_git('rev-parse', '--short', 'HEAD')}{'+' * bool(_git('status', '--porcelain', '--', '*.py', '*.cpp'))}"
-
-
-def origin(command: str) -> dict[str, Any]:
-    """What a reader needs to compute the same again: the birth certificate of numbers."""
-    import torch
-    import transformers
-
-    from lengthwise import __version__
-
-    return {
-        "command": command,
-        "commit": source_commit(),
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": f"{processor_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
-        "versions": {
-            "lengthwise": __version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-    }
-
-
-def _git(*words: str) -> str:
-    """What git prints about the folder of these sources; nothing where it cannot."""
-    try:
-        done = subprocess.run(["git", *words], capture_output=True, text=True, cwd=Path(__file__).parent, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return done.stdout.strip()

@@ -29,7 +29,7 @@ from lengthwise.attention.info import CALLS
 from lengthwise.attention.triton.self_test import driver, triton_version
 from lengthwise.bias import Bias, DistanceBias, LevelBias
 from lengthwise.errors import UserError
-from lengthwise.files import processor_name
+from lengthwise.origin import processor_name
 from lengthwise.token_layout import layout
 
 ALLOWED = {torch.float32: 2.0**-14, torch.bfloat16: 2.0**-4, torch.float16: 2.0**-7}

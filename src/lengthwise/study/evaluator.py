@@ -18,11 +18,12 @@ from lengthwise.evaluate.corpus import Corpus
 from lengthwise.evaluate.retrieval import EncodedSets, load_for_retrieval, pooling_of, score_bm25, score_retrieval
 from lengthwise.evaluate.retrieval_table import RetrievalScore, as_scores
 from lengthwise.evaluate.run import Corpora, Measurement, load_for_evaluation
-from lengthwise.files import command_line, file_hash, origin, read_stored, write_atomic
+from lengthwise.files import file_hash, read_stored, write_atomic
 from lengthwise.inspect import position_maps
 from lengthwise.inspect.skipping import skipped_shares
 from lengthwise.loading import LoadedModel, load_tokenizer_of, tokenizer_id
 from lengthwise.model.stretch.spec import parse_stretch
+from lengthwise.origin import origin
 from lengthwise.study.record import RunRecord, TrainingSummary, differences, read_outcome, record_key, record_path
 from lengthwise.study.runs import StudyRun
 from lengthwise.train.setup import read_tokenizer
@@ -80,7 +81,7 @@ class RunEvaluator:
             training=training,
             outcome=read_outcome(self.out, run),
             weights=self.weights(run),
-            born=origin(command_line()),
+            born=origin(),
             training_born=run.run.born,
             measuring_seconds=time.monotonic() - began,
         ).write(record_path(self.out, run), self.key(run))

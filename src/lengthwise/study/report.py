@@ -7,7 +7,8 @@ from pathlib import Path
 from lengthwise.evaluate import LengthTable
 from lengthwise.evaluate.statistics import UNKNOWN, Interval, interval_words
 from lengthwise.evaluate.table import format_value, has_bars, length_figure, rise_figure
-from lengthwise.files import command_line, json_text, origin, write_atomic
+from lengthwise.files import json_text, write_atomic
+from lengthwise.origin import origin
 from lengthwise.study.beside import beside_sections, paper_rows
 from lengthwise.study.config import HYPOTHESIS_KINDS
 from lengthwise.study.results import BEHIND, StudyResults
@@ -340,7 +341,7 @@ def head_maps(results: StudyResults, out: Path) -> list[Picture]:
 
 def notes(results: StudyResults) -> list[str]:
     """What the values are, what is missing, and where they were measured."""
-    born = origin(command_line())
+    born = origin()
     versions = ", ".join(f"{name} {version}" for name, version in born["versions"].items())
     commits = sorted({commit for record in results.records.values() if (commit := record.born.get("commit"))})
     calls = [call for record in results.records.values() for call in record.training_born]

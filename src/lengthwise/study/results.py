@@ -12,7 +12,7 @@ from lengthwise.evaluate import LengthTable
 from lengthwise.evaluate.retrieval_table import RetrievalScore, RetrievalTable
 from lengthwise.evaluate.statistics import Interval, t_interval, wilson
 from lengthwise.evaluate.tasks import TaskScore
-from lengthwise.files import command_line, origin
+from lengthwise.origin import origin
 from lengthwise.study.config import HYPOTHESIS_KINDS, StudyConfig
 from lengthwise.study.record import RunRecord, TrainingOutcome, TrainingSummary
 from lengthwise.study.runs import RATES, StudyRun
@@ -308,7 +308,7 @@ class StudyResults:
             "runs": {run.name: _own_options(run, settings) for run in (*self.runs, *self.later)},
             "seeds": self.config.seeds,
             "seconds": self.seconds,
-            "born": origin(command_line()),
+            "born": origin(),
         }
 
     def _shared_settings(self) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from lengthwise.errors import check_int
-from lengthwise.files import command_line, json_text, origin, read_stored, write_atomic
+from lengthwise.files import json_text, read_stored, write_atomic
+from lengthwise.origin import origin
 from lengthwise.study.config import StudyConfig
 from lengthwise.study.engine import StudyProgress, train_runs
 from lengthwise.study.engines import make_engine
@@ -57,7 +58,7 @@ def _certificate(stored: dict[str, Any], about: dict[str, Any], tries: dict[str,
     """That of an earlier call, which made all of these tries, or else this call's; a try has that of its training."""
     before = stored.get("tries", {})
     is_stored = about.items() <= stored.items() and all(before.get(name) == tried for name, tried in tries.items())
-    return stored["born"] if is_stored and "born" in stored else origin(command_line())
+    return stored["born"] if is_stored and "born" in stored else origin()
 
 
 def _refuse_given_rates(config: StudyConfig) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lengthwise.bias import widest_dtype
-from lengthwise.files import command_line, origin
+from lengthwise.origin import origin
 from lengthwise.runs import Run, RunWriter
 from lengthwise.train.checkpoint import (
     check_folder,
@@ -117,7 +117,7 @@ def run(config: ResolvedTrainConfig, world: World) -> None:
                 seed_everything(config.seed, world.rank, start)
             log.info("resumed %s after step %d", config.out, start)
         if world.is_first and start < config.steps:
-            born = [*born, origin(command_line()) | {"processes": world.size, "first_step": start + 1}]
+            born = [*born, origin() | {"processes": world.size, "first_step": start + 1}]
 
         parameters = list(model.parameters())
         forward: Callable[..., Tensor] = summed_loss
