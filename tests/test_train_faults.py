@@ -97,12 +97,13 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(whole, tmp
     assert_same_run(Run(config.out), whole)
 
 
-def test_resuming_where_there_is_no_run_begins_one_and_says_so_and_that_hardware_is_not_used(tmp_path, caplog):
-    config = small_config(tmp_path, "mistyped", resume=True, hardware={"devices": 2})
+def test_resuming_where_there_is_no_run_begins_one_and_says_so_and_what_is_not_used(tmp_path, caplog):
+    config = small_config(tmp_path, "mistyped", resume=True, hardware={"devices": 2}, mask_rate=0.3)
     with caplog.at_level("INFO"):
         assert train(config).is_finished
     assert f"there is no run in {config.out} to resume: a new one begins at the first step" in caplog.text
-    assert caplog.text.count("--hardware is for --dry-run alone") == 1
+    for words in ("--hardware is for --dry-run", "--mask-rate is for --objective mlm"):
+        assert caplog.text.count(f"{words}: it changes nothing of this training") == 1
     caplog.clear()
     train(config)
     assert "no run" not in caplog.text

@@ -426,13 +426,6 @@ class ResolvedTrainConfig(Recipe, TrainConfig):
         check_number("temperature", self.temperature)
         check_int("hard_negatives", self.hard_negatives, least=0)
         check_choice("pooling", self.pooling, ("mean", "first"))
-        for name, owner in OBJECTIVE_OF.items():
-            value = getattr(self, name)
-            if self.objective != owner and value != getattr(TrainConfig(), name):
-                raise ValueError(
-                    f"--{name.replace('_', '-')} is for --objective {owner}, got {value} with --objective "
-                    f"{self.objective}; leave it out"
-                )
         if self.objective != "causal" and self.context_parallel > 1:
             raise ValueError(
                 f"processes can share sequences of the objective causal alone, got {self.objective} and "
@@ -469,6 +462,16 @@ class ResolvedTrainConfig(Recipe, TrainConfig):
     def stored(self) -> dict[str, Any]:
         """The content of config.yaml."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in NOT_STORED}
+
+    def unused_options(self) -> list[str]:
+        """Options that were given for nothing, in words; no errors, since a config file can serve several commands."""
+        plain = TrainConfig()
+        unused = [
+            f"--{name.replace('_', '-')} is for --objective {owner}"
+            for name, owner in OBJECTIVE_OF.items()
+            if self.objective != owner and getattr(self, name) != getattr(plain, name)
+        ]
+        return unused + ["--hardware is for --dry-run"] * (self.hardware is not None)
 
     def check_resumes(self, stored: dict[str, Any]) -> None:
         """An error if a run that was started as `stored` would continue as another one."""

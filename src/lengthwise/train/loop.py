@@ -98,8 +98,8 @@ def run(config: ResolvedTrainConfig, world: World) -> None:
         if world.from_first(lambda: Run(config.out).is_finished):
             return
 
-        if config.hardware is not None and world.is_first:  # no error: one config file serves both
-            log.info("--hardware is for --dry-run alone: it changes nothing of this training")
+        for words in config.unused_options() if world.is_first else ():
+            log.info("%s: it changes nothing of this training", words)
         if config.recompute:
             model.gradient_checkpointing_enable()
         dtype = matmul_dtype(config, world.device)
