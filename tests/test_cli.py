@@ -271,6 +271,9 @@ def test_a_mistyped_folder_is_refused_at_once_and_a_bare_name_of_the_hub_is_not(
     monkeypatch.setattr("transformers.utils.hub.cached_files", lambda *_, **__: pytest.fail("the hub was asked again"))
     line = failure_line(capsys, [command, "runz"])
     assert "got 'runz': there is no such folder here; did you mean 'runs'? A model on the hub" in line
+    (tmp_path / "kerple+dapev2-1").mkdir()
+    line = failure_line(capsys, [command, "kerple+dapev2-2"])
+    assert line.endswith("did you mean 'kerple+dapev2-1'?"), "which no model on the hub can be called"
     line = failure_line(capsys, [command, "mine"])
     assert line.endswith("got 'mine': there is no such folder here, and the hub cannot be asked: no network")
     assert resolve_checkpoint("gpt2") == "gpt2"
@@ -348,6 +351,7 @@ def test_a_device_that_is_not_there_is_one_line(command, small_run, capsys):
     [
         (b"steps: [3\n", "--config must be YAML, got an error in line 2, column 1: did not find expected ',' or ']'"),
         (b"stepz: 3\n", "unknown option 'stepz' in the config; did you mean 'steps'? See lengthwise"),
+        (b"", "--config must be a YAML mapping from options to values, got an empty file"),
         (b"[1]\n", "--config must be a YAML mapping from options to values, got [1]"),
         (b"steps: many\n", "--steps must be an int or null, got 'many'"),
         ("data: Zoë.txt\n".encode("latin-1"), "a config must be UTF-8, got byte 0xeb at offset 8"),

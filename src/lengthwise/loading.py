@@ -191,15 +191,16 @@ def _fault_of_bare_name(name: str) -> str | None:
     transformers would ask the hub again and again, for most of a minute, about a folder whose name is mistyped.
     """
     missing = "there is no such folder here"
-    folders = [path.name for path in Path().iterdir() if path.is_dir()]
+    near = difflib.get_close_matches(name, [path.name for path in Path().iterdir() if path.is_dir()], n=1, cutoff=0.75)
+    hint = f"{missing}; did you mean {near[0]!r}?" if near else None
     try:
         if isinstance(try_to_load_from_cache(name, "config.json"), str):
             return None
-        if near := difflib.get_close_matches(name, folders, n=1, cutoff=0.75):
-            return f"{missing}; did you mean {near[0]!r}? A model on the hub can be given as owner/name"
+        if hint is not None:
+            return f"{hint} A model on the hub can be given as owner/name"
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_SECONDS)
     except HFValidationError:
-        return f"{missing}, and no model on the hub can have this name"
+        return hint or f"{missing}, and no model on the hub can have this name"
     except RepositoryNotFoundError as error:
         return None if isinstance(error, GatedRepoError) else f"{missing}, and no such model on the hub"
     except HfHubHTTPError:  # it is there; what is wrong with it shows when it is loaded

@@ -139,6 +139,7 @@ class OptionParser(ArgumentParser):
             (r"argument ([\w-]+).*: expected one argument", self._without_value),
             (r"argument ([\w-]+).*: ignored explicit argument (.*)", r"\1 is given without a value, got \2"),
             (r'Parser key "config": (.*): (.*)', r"--config must be a YAML file that can be read, got \2: \1"),
+            (r"Unexpected config:", "--config must be a YAML mapping from options to values, got an empty file"),
             (r"Unexpected config: (.*)", r"--config must be a YAML mapping from options to values, got \1"),
         ):
             if re.fullmatch(pattern, message.strip()):
