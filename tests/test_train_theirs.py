@@ -112,7 +112,9 @@ def test_sequences_begin_as_the_tokenizer_begins_a_text_as_in_evaluation(tmp_pat
     torch.testing.assert_close(loss, token_losses(model, windows, scored=32).sum())
     assert begun.data_hashes != plain.data_hashes, "a run that began without it is not resumed with it"
     ours = small_config(tmp_path, tokenizer=str(place))
-    assert (TokenObjective(ours.resolved()).inputs(0, 2)[0][:, 0] == 257).all(), "a model of ours too"
+    of_ours = TokenObjective(ours.resolved())
+    assert (of_ours.inputs(0, 2)[0][:, 0] == 257).all(), "a model of ours too"
+    assert of_ours.make_model().config.bos_token_id == 257
     held_out = begun.held_out(model)
     assert (held_out.sample()[:, 0] == 257).all()
     assert held_out.losses(SummedLoss(model, begun, world), world, torch.float32).keys() == {"33", "66", "132"}

@@ -51,7 +51,12 @@ def read_data(config: ResolvedTrainConfig) -> tuple[PreTrainedTokenizerFast, Tok
 
 
 def model_config(
-    config: ResolvedTrainConfig, vocabulary: int, *, end: int | None = None, padding: int | None = None
+    config: ResolvedTrainConfig,
+    vocabulary: int,
+    *,
+    start: int | None = None,
+    end: int | None = None,
+    padding: int | None = None,
 ) -> LengthwiseConfig:
     """The model's config; the vocabulary is rounded up to 64, which suits matrix units: 50,257 is 50,304."""
     sizes = {"n_positions": config.length, "vocab_size": -(-vocabulary // 64) * 64} | (config.sizes or {})
@@ -67,7 +72,7 @@ def model_config(
             encoding_options=config.encoding_options,
             share_encoding=config.share_encoding,
             layers=config.layers,
-            bos_token_id=end,
+            bos_token_id=end if start is None else start,
             eos_token_id=end,
             pad_token_id=padding,
             **sizes,
@@ -83,7 +88,8 @@ def make_model(config: ResolvedTrainConfig, tokenizer: PreTrainedTokenizerFast) 
     if config.goes_on:
         return fitted_model(config, tokenizer)
     padding = tokenizer.pad_token_id if config.objective == "mlm" else None
-    own = model_config(config, len(tokenizer), end=tokenizer.eos_token_id, padding=padding)
+    start = start_token(tokenizer) if config.objective == "causal" else None
+    own = model_config(config, len(tokenizer), start=start, end=tokenizer.eos_token_id, padding=padding)
     model: LengthwisePreTrainedModel = MODELS[config.objective](own)
     if config.start_from is not None:
         start_weights(model, config.start_from, tokenizer)
