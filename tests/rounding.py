@@ -23,8 +23,9 @@ EPS = torch.finfo(torch.float32).eps
 DRAWS = 16
 ROUNDINGS = 4
 """A number goes through about so many roundings on its way: as an input, in a product, in a score and in a weight."""
-CHANCE = 6
-"""The norm of n normal numbers is over 1 + 6 / sqrt(n) times its mean square once in a hundred million draws."""
+CHANCE = 4.8
+"""A normal number is beyond 1 + CHANCE times its size about once in a hundred million draws, and the norm of n of them
+beyond 1 + CHANCE / sqrt(n) times its root mean square."""
 
 
 @dataclass
