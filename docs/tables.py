@@ -224,7 +224,7 @@ if __name__ == "__main__":
     if all(path.exists() for path in files.values()):
         text = filled(text, "model", model({what: rows_of(path) for what, path in files.items()}))
     studies, tasks = which_encoding.stored_studies(), stored_results(which_encoding.TASKS)
-    if studies and tasks is not None:
+    if studies and tasks is not None and which_encoding.STEPS.exists():
         (ROOT / "docs/which_encoding.md").write_text(which_encoding.page(studies, tasks, rows_of(which_encoding.STEPS)))
     if (stored := stored_results(STUDY)) is not None:
         text = filled(text, "study", study(stored))
