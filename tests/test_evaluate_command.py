@@ -50,6 +50,7 @@ def test_the_table_is_on_the_terminal_and_in_every_form(folder, tmp_path, capsys
     scores = json.loads((tmp_path / "scores.json").read_text())
     value = next(c["value"] for c in scores["cells"] if c["model"] == "rope" and c["length"] == 74)
     assert f"{value:,.0f}" in said or f"{value:.2f}" in said
+    assert {"command", "commit", "machine"} <= scores["born"].keys()
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".csv", ".md", ".tex", ".png"}
     assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
 

@@ -27,6 +27,7 @@ from lengthwise.evaluate.statistics import (
     t_interval,
 )
 from lengthwise.files import json_text
+from lengthwise.origin import origin
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -253,7 +254,7 @@ class LengthTable:
         return out.getvalue()
 
     def json(self) -> str:
-        """Everything, so that the same table can be made again."""
+        """Everything, so that the same table can be made again, and where it comes from."""
         cells: list[dict[str, Any]] = [
             {"model": name, "length": n, "value": cell.value, "interval": list(cell.interval), "refused": cell.refused}
             for name in self.names
@@ -262,7 +263,7 @@ class LengthTable:
         ]
         holds = {name: held._asdict() for name in self.names if (held := self.holds(name)) is not None}
         scores = [score.as_json() for score in self.scores]
-        whole = {"metric": self.metric, "cells": cells, "holds": holds, "scores": scores}
+        whole = {"metric": self.metric, "cells": cells, "holds": holds, "scores": scores, "born": origin()}
         return json_text(whole)
 
 
