@@ -175,8 +175,9 @@ def run_python(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_using_an_encoding_loads_neither_transformers_nor_matplotlib():
-    code = "import sys, lengthwise as lw; lw.make('alibi', heads=4, width=32); lw.attend; print(*sys.modules)"
+def test_using_or_proving_an_encoding_loads_neither_transformers_nor_matplotlib():
+    use = "import sys, lengthwise as lw; lw.make('alibi', heads=4, width=32); lw.attend"
+    code = f"{use}; import lengthwise.attention.prove; print(*sys.modules)"
     loaded = run_python(code).split()
     assert "torch" in loaded
     assert not {"transformers", "matplotlib"} & set(loaded)

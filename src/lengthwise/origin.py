@@ -6,11 +6,11 @@ import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from lengthwise import __version__
 
@@ -47,7 +47,7 @@ def origin() -> dict[str, Any]:
             "lengthwise": __version__,
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "transformers": transformers.__version__,
+            "transformers": version("transformers"),
         },
     }
 
