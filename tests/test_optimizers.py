@@ -19,6 +19,7 @@ from lengthwise.study import StudyConfig
 from lengthwise.study.record import TrainingOutcome
 from lengthwise.study.tune import SEED, rate_ladder, with_tuned_rates
 from lengthwise.train import TrainConfig, train
+from lengthwise.train.config import _tuned_table
 from lengthwise.train.distributed import World
 from lengthwise.train.loop import SummedLoss
 from lengthwise.train.optimizers import Optimizers
@@ -238,3 +239,13 @@ def test_every_encoding_has_as_many_tries_and_the_best_is_chosen(tmp_path, monke
     assert [len(result["born"]) for result in content["tries"]["none"] if result["loss"]] == [1, 1, 1]
     with pytest.raises(ValueError, match=r"is finished: .* steps: 4 then, 5 now"):
         with_tuned_rates(dataclasses.replace(config, tune_steps=5))
+
+
+def test_the_rates_of_the_package_are_the_best_of_all_their_tries():
+    for table in _tuned_table().values():
+        for name, tries in table["tries"].items():
+            assert len(tries) == 4, f"an equal budget: {name}"
+            earlier = [one for sweep in table["earlier_tries"] for one in sweep["tries"].get(name, [])]
+            best, chosen = min(tries + earlier, key=lambda one: one["loss"]), table["chosen"][name]
+            for rate in ("learning_rate", "encoding_learning_rate"):
+                assert chosen[rate] == best[rate], name

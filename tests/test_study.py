@@ -844,7 +844,7 @@ def test_every_table_of_the_paper_has_a_study():
     tables = paper_tables()["tables"]
     assert {path.stem for path in CONFIGS} == {
         *tables,
-        *("full-stdlib", "full-wikipedia", "full-tasks", "one-rate", "one-rate-adamw"),
+        *("full-stdlib", "full-wikipedia", "full-tasks", "one-rate", "one-rate-adamw", "other-rates"),
         *("figures", "figures-dapev2", "encoders", "mldr-en"),
     }
     assert {yaml.safe_load(path.read_text()).get("paper") for path in CONFIGS} == {*tables, "mldr-en", None}
