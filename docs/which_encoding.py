@@ -107,9 +107,10 @@ def page(studies: dict[str, dict], tasks: dict, steps: list[dict]) -> str:
         f"perplexity increases from {length} to {far:,} tokens, on the same scored tokens. An encoding *holds* if on "
         f"every text the upper end of the rise's interval is at most {HOLDS:.0%}. It *breaks* if on every text the "
         f"lower end is above {BREAKS:.0%}. It is *level* with the best at the training length if on no text the whole "
-        "interval of its difference from the best is above 0. Encodings that leave the scores as they are are compared "
-        "with the best of those. `dape`, `dapev2` and `cope` replace the scores, which takes longer: up to five times "
-        "attention without a bias, [measured](../README.md#what-we-measured)."
+        "interval of its difference from the best is above 0: where the interval is wide, a difference up to its upper "
+        "end is not excluded. Each interval is at 95 % by itself; of so many some miss by chance. Encodings that leave "
+        "the scores as they are are compared with the best of those. `dape`, `dapev2` and `cope` replace the scores, "
+        "which takes longer: up to five times attention without a bias, [measured](../README.md#what-we-measured)."
     )
     answers = [
         f"**If you need texts longer than those you train on**: these encodings hold at {far // length} times the "
@@ -134,9 +135,10 @@ def page(studies: dict[str, dict], tasks: dict, steps: list[dict]) -> str:
     reports = ", ".join(f"[{STUDIES[name]}](results/{name}/report.md)" for name in studies)
     stored = {STUDIES[name]: study for name, study in studies.items()} | {"The tasks": tasks}
     origin = (
-        f"In brackets the intervals; the rise is at {far:,} tokens, a mean over seeds. Nats are per token of each "
-        "text's own tokenizer, so the order is by the mean place on the texts. "
-        f"The reports, with memory, bits per byte and every command: {reports}. "
+        f"In brackets the intervals; the rise is at {far:,} tokens, a mean over seeds. Nats are those above the best "
+        "encoding that leaves the scores as they are, negative below it, per token of each text's own tokenizer, so "
+        "the order is by the mean place on the texts. The reports, with bits per byte, skipped work and every command, "
+        f"and memory where it was measured: {reports}. "
         f"{_versions(stored)}This page is written by `make table`."
     )
     limits = (
@@ -267,9 +269,9 @@ def _cells(one: Judged) -> list[str]:
 
 
 def _above_cell(row: dict | None) -> str:
-    if row is None or (row["above_best"] is None and not row["is_best"]):
+    if row is None or (row["above_best_unchanged"] is None and not row["is_best_unchanged"]):
         return "-"
-    gap = row["above_best"]
+    gap = row["above_best_unchanged"]
     return "best" if gap is None else _with_interval(gap["value"], gap["interval"], "+.3f")
 
 
