@@ -57,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         try:
             run_command(list(sys.argv[1:] if argv is None else argv))
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # closed before the command began
+                sys.stdout.flush()
     except BrokenPipeError:
         # Python flushes once more at its end, and would complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -77,7 +78,7 @@ def run_command(words: list[str]) -> None:
         # The others are only listed: `lengthwise --help` need not make them.
         parsers[name] = command.parser() if name in words else OptionParser()
         subcommands.add_subcommand(name, parsers[name], help=command.help)
-    parse = user_errors(words[0], parser.parse_args)
+    parse = user_errors(words[0], parser.parse_args, but=BrokenPipeError)  # --print-config prints
     chosen = parse(words)
     if chosen.subcommand == "train" and chosen.train.resume:
         # A run continues with its own config; options of the command line are compared with it.
@@ -89,13 +90,18 @@ def run_command(words: list[str]) -> None:
     print(user_errors(chosen.subcommand, COMMANDS[chosen.subcommand].run)(**options))
 
 
-def user_errors(name: str, function: Callable[P, T]) -> Callable[P, T]:
-    """The same function, but an error that a user can fix ends the command with one line and exit code 2."""
+def user_errors(name: str, function: Callable[P, T], *, but: type[Exception] | tuple[()] = ()) -> Callable[P, T]:
+    """The same function, but an error that a user can fix, and is none to be raised, ends the command with one line.
+
+    Its exit code is 2.
+    """
 
     @wraps(function)
     def guarded(*arguments: P.args, **options: P.kwargs) -> T:
         try:
             return function(*arguments, **options)
+        except but:
+            raise
         except KeyboardInterrupt:
             sys.exit(128 + signal.SIGINT)
         except ModuleNotFoundError as error:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -59,9 +59,6 @@ INITIAL_LENGTH = 512
 """The training length that an encoding by name is made for: that of the CABLE paper's figures."""
 
 _EXPECTED = "expected an encoding, a run, a checkpoint folder or a name on the hub"
-
-HUB_SECONDS = 5.0
-"""How long the hub may take to answer whether it has a model of a name."""
 
 LONGEST = 2**20
 """Tokens of a sample at most: no map of more can be drawn."""
@@ -190,24 +187,24 @@ def _fault_of_bare_name(name: str) -> str | None:
 
     transformers would ask the hub again and again, for most of a minute, about a folder whose name is mistyped.
     """
-    missing = "there is no such folder here"
-    near = difflib.get_close_matches(name, [path.name for path in Path().iterdir() if path.is_dir()], n=1, cutoff=0.75)
-    hint = f"{missing}; did you mean {near[0]!r}?" if near else None
     try:
         if isinstance(try_to_load_from_cache(name, "config.json"), str):
             return None
-        if hint is not None:
-            return f"{hint} A model on the hub can be given as owner/name"
-        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_SECONDS)
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except GatedRepoError:
+        return None
     except HFValidationError:
-        return hint or f"{missing}, and no model on the hub can have this name"
-    except RepositoryNotFoundError as error:
-        return None if isinstance(error, GatedRepoError) else f"{missing}, and no such model on the hub"
+        fault = "no model on the hub can have this name"
+    except RepositoryNotFoundError:
+        fault = "there is no such model on the hub"
     except HfHubHTTPError:  # it is there; what is wrong with it shows when it is loaded
         return None
     except Exception as error:  # of the network's library, another one with every version of the hub's
-        return f"{missing}, and the hub cannot be asked: {_first_line(error)}"
-    return None
+        fault = f"the hub cannot be asked: {_first_line(error)}"
+    else:
+        return None
+    near = difflib.get_close_matches(name, [path.name for path in Path().iterdir() if path.is_dir()], n=1, cutoff=0.75)
+    return f"there is no such folder here, and {fault}" + (f"; did you mean {near[0]!r}?" if near else "")
 
 
 def _only_checkpoint(folder: Path) -> Path:

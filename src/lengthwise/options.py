@@ -139,11 +139,11 @@ class OptionParser(ArgumentParser):
             (r"argument ([\w-]+).*: expected one argument", self._without_value),
             (r"argument ([\w-]+).*: ignored explicit argument (.*)", r"\1 is given without a value, got \2"),
             (r'Parser key "config": (.*): (.*)', r"--config must be a YAML file that can be read, got \2: \1"),
-            (r"Unexpected config:", "--config must be a YAML mapping from options to values, got an empty file"),
-            (r"Unexpected config: (.*)", r"--config must be a YAML mapping from options to values, got \1"),
+            (r"Unexpected config:(.*)", _no_mapping),
+            (r"Value not boolean: (.*)\.", r"an option of the config must be true or false, got '\1'"),
         ):
-            if re.fullmatch(pattern, message.strip()):
-                return re.sub(pattern, rewritten, message.strip())
+            if match := re.fullmatch(pattern, message.strip(), re.DOTALL):
+                return match.expand(rewritten) if isinstance(rewritten, str) else rewritten(match)
         key = re.search(r'Parser key "([\w.]+)"', message)
         value = re.search(r"(?:Given|Got) value: (.*)", message)
         if key is None or value is None:
@@ -172,7 +172,9 @@ class OptionParser(ArgumentParser):
     def _unrecognized(self, match: re.Match[str]) -> str:
         word = next((word for word in match[1].split() if word.startswith("-")), None)
         if word is None:
-            return f"expected options, which begin with --, got {match[1]!r}"
+            has_words = any(not action.option_strings for action in self._actions)
+            expected = "no more words" if has_words else "options, which begin with --"
+            return f"expected {expected}, got {match[1]!r}"
         name = word.partition("=")[0]
         return f"unknown option {name}; {_hint(name, self.option_types, f'see {self._command} --help')}"
 
@@ -193,9 +195,16 @@ def _unknown_command(match: re.Match[str]) -> str:
     return f"unknown COMMAND {match[1]!r}; {_hint(match[1], known.split(', '), f'known: {known}')}"
 
 
+def _no_mapping(match: re.Match[str]) -> str:
+    lines = [line for line in match[1].strip().splitlines() if not line.startswith("#")]
+    got = f"{lines[0]!r}" if lines else "an empty file"
+    return f"--config must be a YAML mapping from options to values, got {got}"
+
+
 def _hint(word: str, known: Collection[str], advice: str) -> str:
     """The known name that is nearest, if one is near, and advice."""
-    near = difflib.get_close_matches(word, known, n=1)
+    spelled = {name.strip("-"): name for name in known}  # the dashes are alike in all
+    near = [spelled[name] for name in difflib.get_close_matches(word.strip("-"), spelled, n=1)]
     return f"did you mean {near[0]!r}? {advice[0].upper()}{advice[1:]}" if near else advice
 
 
