@@ -28,7 +28,7 @@ from lengthwise.evaluate.losses import plan_lengths, token_losses
 from lengthwise.evaluate.memory import bytes_needed, fitting_chunk
 from lengthwise.evaluate.statistics import t_interval
 from lengthwise.evaluate.table import control_figure, length_figure, rise_figure
-from lengthwise.evaluate.tasks import score_task
+from lengthwise.evaluate.tasks import score_task, sized_examples
 from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.model.families import max_length
 from lengthwise.model.stretch import stretching
@@ -291,6 +291,15 @@ def test_memory_is_for_the_logits_of_a_part_of_a_batch_where_losses_are_taken_in
     assert whole - few == 2 * (16 * many - 512) * 257 * 4
     theirs = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=3, n_embd=24, vocab_size=257))
     assert bytes_needed(theirs, length=16, scored=16, batch=many) >= 2 * 16 * many * 257 * 4
+
+
+def test_an_example_of_a_task_fits_only_with_all_of_its_logits(monkeypatch):
+    model, tokenizer = small(), load_tokenizer("bytes")
+    (row,) = sized_examples(tokenizer, "copy", length=2048, count=1, seed=0, depth=None)
+    need = bytes_needed(model, length=len(row.tokens) + 1, scored=row.scored)
+    monkeypatch.setattr(memory_module, "total_bytes", lambda: 2 * need)
+    (score,) = score_task(model, tokenizer, "copy", [2048], name="m", count=1)
+    assert "must fit in memory whole; leave out that length" in score.refused
 
 
 def test_what_several_processes_do_not_share_is_said(monkeypatch, caplog):

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lengthwise.data.tokenizers import encode_with_offsets, start_token
 from lengthwise.encodings import PositionError
 from lengthwise.evaluate.losses import last_logits
-from lengthwise.evaluate.memory import fitting_batch, fitting_chunk
+from lengthwise.evaluate.memory import bytes_needed, fitting_batch, memory_budget
 from lengthwise.evaluate.progress import Progress, work
 from lengthwise.evaluate.statistics import Interval, wilson
 from lengthwise.model.families import check_length
@@ -158,7 +158,7 @@ def _right(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, drawn: Se
     right: list[Tensor] = []
     for (total, scored), rows in alike.items():
         check_length(model, total - 1)
-        if fitting_chunk(model, length=total, scored=scored) is not None:
+        if bytes_needed(model, length=total, scored=scored, whole_logits=True) > memory_budget(model):
             raise MemoryError(f"examples of {total:,} tokens must fit in memory whole; leave out that length")
         at_once = fitting_batch(model, length=total, scored=scored, whole_logits=True)
         for first in range(0, len(rows), at_once):
