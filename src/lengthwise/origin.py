@@ -53,9 +53,10 @@ def origin() -> dict[str, Any]:
 
 
 def _git(*words: str) -> str:
-    """What git prints about the folder of these sources; nothing where it cannot."""
+    """What git prints about the folder of these sources; nothing where it cannot. Nobody else's git waits for it."""
+    command = ["git", "--no-optional-locks", *words]
     try:
-        done = subprocess.run(["git", *words], capture_output=True, text=True, cwd=Path(__file__).parent, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=True)
     except (OSError, subprocess.CalledProcessError):
         return ""
     return done.stdout.strip()

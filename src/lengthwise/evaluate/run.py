@@ -34,7 +34,7 @@ from lengthwise.evaluate.table import (
     position_figure,
 )
 from lengthwise.evaluate.tasks import TaskScore, depth_figure, score_task, task_notes, task_rows, task_share, task_work
-from lengthwise.files import json_text, write_atomic
+from lengthwise.files import json_text, read_stored, write_atomic
 from lengthwise.loading import LoadedModel, LoadError, load_config_of, load_model, load_tokenizer_of, tokenizer_id
 from lengthwise.model import LengthwiseForCausalLM
 from lengthwise.model.stretch import stretching
@@ -131,7 +131,7 @@ class Evaluation:
 
         What an earlier evaluation left in the folder and this one does not have is removed: it would pass for its own.
         """
-        is_another_there = (folder / "scores.json").is_file()
+        is_another_there = "cells" in read_stored(folder / "scores.json")
         texts = {
             "scores.json": self.table.json(),
             "scores.csv": self.table.csv(),

@@ -10,7 +10,8 @@ function openPalettes(texts) {
 
 /** The range and the map for numbers between a least and a greatest; `log` for weights. */
 function scaleOf(low, high, log = false) {
-  if (!(low <= high)) [low, high] = [0, 0];
+  const hasNumbers = low <= high;
+  if (!hasNumbers) [low, high] = [0, 0];
   if (log && high > 0) {
     return { low: Math.min(Math.max(low, high / 10000), high / 10), high, palette: "one", log: true };
   }
@@ -18,7 +19,7 @@ function scaleOf(low, high, log = false) {
     const end = Math.max(-low, high);
     return { low: -end, high: end, palette: "two" };
   }
-  if (low === 0 && high === 0) return { low: -1, high: 1, palette: "two", allZero: true };
+  if (low === 0 && high === 0) return { low: -1, high: 1, palette: "two", allZero: hasNumbers };
   if (low === high) [low, high] = [Math.min(low, 0), Math.max(high, 0)];
   return { low, high, palette: "one" };
 }
