@@ -183,6 +183,17 @@ def test_using_or_proving_an_encoding_loads_neither_transformers_nor_matplotlib(
     assert not {"transformers", "matplotlib"} & set(loaded)
 
 
+def test_tests_are_collected_where_no_optional_package_is_installed():
+    """Files that import one are read for their doctests, too; without it `make test` ended before its first test."""
+    code = """
+import sys, pytest
+sys.modules.update(dict.fromkeys(["triton", "ray", "submitit", "sentence_transformers", "datasets", "starlette"]))
+sys.exit(pytest.main(["--collect-only", "--ignore-glob=tests/test_*", "src", "tests"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
 def test_asking_for_help_does_not_wait_for_torch():
     assert "torch" not in run_python("import sys, lengthwise.cli; print(*sys.modules)").split()
 
