@@ -21,6 +21,7 @@ study-full: $(VENV)/ready
 	$(BIN)/lengthwise study --config configs/studies/full-stdlib.yaml --out $(OUT)-stdlib --beside $(OUT)-one-rate
 	test -e wikipedia.jsonl || $(BIN)/python docs/wikipedia.py wikipedia.jsonl
 	$(BIN)/lengthwise study --config configs/studies/full-wikipedia.yaml --out $(OUT)-wikipedia
+	$(BIN)/lengthwise study --config configs/studies/other-rates.yaml --out $(OUT)-other-rates --beside $(OUT)-wikipedia
 	$(BIN)/lengthwise study --config configs/studies/full-tasks.yaml --out $(OUT)-tasks
 
 test: check

@@ -206,7 +206,9 @@ def task_blocks(study: dict) -> list[str]:
     words += f" No encoding learned {_named(unlearned)}." if unlearned else ""
     whole = {(row["task"], row["encoding"], row["length"]): row.get("share", 0.0) for row in study["tasks"]}
     exact = {task: [whole[task, one, shortest] for one in able(task, shortest)] for task in names}
-    ends = {task: dict.fromkeys(f"{end:.0%}" for end in (min(own), max(own))) for task, own in exact.items() if own}
+    ends = {
+        task: dict.fromkeys(f"{100 * end:.3g}%" for end in (min(own), max(own))) for task, own in exact.items() if own
+    }
     shares = ", ".join(f"{task} {' to '.join(own)}" for task, own in ends.items())
     if shares:
         words += f" Exact match (the whole answer is right) where a task is learned: {shares} at {shortest} characters."
