@@ -111,14 +111,14 @@ def test_results_are_stored_whole_and_of_this_version_alone(tmp_path, in_process
     assert results.stored_results("ravens") is None
 
 
-@pytest.mark.parametrize("text", ["stdlib", "wikipedia", "tasks"])
-def test_stored_records_are_of_the_runs_that_the_full_study_would_train_today(text):
+@pytest.mark.parametrize("name", ["full-stdlib", "full-wikipedia", "full-tasks", "other-rates"])
+def test_stored_records_are_of_the_runs_that_the_full_study_would_train_today(name):
     root = Path(__file__).parents[1]
-    out = root / f"docs/results/full-{text}"
+    out = root / f"docs/results/full-{name.removeprefix('full-')}"
     stored = {path.stem for path in (out / "records").glob("*.json")}
     if not stored:
-        pytest.skip(f"no run of the full study on {text} is stored yet")
-    config = StudyConfig.from_options(**yaml.safe_load((root / f"configs/studies/full-{text}.yaml").read_text()))
+        pytest.skip(f"no run of {name} is stored yet")
+    config = StudyConfig.from_options(**yaml.safe_load((root / f"configs/studies/{name}.yaml").read_text()))
     runs = study_runs(config)
     assert stored == {run.name for run in runs if is_recorded(out, run, evaluation_of(config, runs[0]))}
 
