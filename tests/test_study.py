@@ -459,7 +459,7 @@ def test_hypotheses_are_tested_on_text_and_seeds_that_no_rate_was_chosen_on(tmp_
     assert words.startswith("This is a test of them" if is_test else "This is no test of them")
     assert "chosen on the training text of stdlib, with seed 7" in words
     tries = {name: len(choice.tries) for name, choice in results.rate_choices().items()}
-    assert tries == {"cable": 6, "rope": 4}
+    assert tries == {"cable": 4, "rope": 4}
     given = dataclasses.replace(config, rates={"rope": {"learning_rate": 0.1}})
     assert StudyResults(given, study_runs(given), None, [], {}, {}, {}, 0.0).rate_choices().keys() == {"cable"}
 
