@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import lengthwise as lw
@@ -115,6 +115,7 @@ def test_every_encoding_with_sides_is_tried_with_the_others_than_its_own():
     length=st.sampled_from([1, 2, 63, 64, 100]),
     batch=st.integers(1, 3),
 )
+@example(heads=5, pairs=3, length=63, batch=1)  # where the rounding of RePo's positions weighs
 @settings(max_examples=8, deadline=None)
 def test_the_laws_hold_for_any_shape(name, heads, pairs, length, batch):
     subject = Subject(name, heads=heads, head_dim=2 * pairs, length=length, batch=batch, train_length=128)

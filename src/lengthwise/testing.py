@@ -291,12 +291,13 @@ def padding_changes_nothing(subject: Subject) -> None:
     """A sequence padded on either side gives the output that it gives alone."""
     layer, x, pad = subject.layer(), subject.tokens(), 5
     alone = layer(x)
+    exact = replace(subject, backend="reference").layer().double()(x.double())
     for left in (True, False):
         junk = torch.randn(subject.batch, pad, subject.width)
         key_mask = F.pad(torch.ones(x.shape[:2], dtype=torch.bool), (pad, 0) if left else (0, pad))
         positions = (key_mask.cumsum(1) - 1).clamp(min=0)
         out = layer(torch.cat([junk, x] if left else [x, junk], 1), positions=positions, key_mask=key_mask)
-        assert_near(out[key_mask].view_as(alone), alone, f"padded {'left' if left else 'right'}")
+        assert_near(out[key_mask].view_as(alone), alone, f"padded {'left' if left else 'right'}", exact)
 
 
 def packing_changes_nothing(subject: Subject) -> None:
@@ -553,12 +554,17 @@ def _assert_as_exact(ours: dict[str, Tensor], plain: dict[str, Tensor], exact: d
         assert error <= 2 * allowed + rounding, f"{name}: error {error:.1e}, the reference makes {allowed:.1e}."
 
 
-def assert_near(actual: Tensor, expected: Tensor, where: str) -> None:
-    """Two roads to one float32 output agree to RELATIVE of its scale."""
+def assert_near(actual: Tensor, expected: Tensor, where: str, exact: Tensor | None = None) -> None:
+    """Two roads to one float32 output agree to RELATIVE of its scale.
+
+    Given the output in float64 they may differ by twice the error of `expected`, too: loud weights turn the rounding of
+    a learned position into more of the output than RELATIVE, at some shapes.
+    """
     empty = actual == expected  # both may be -inf
     error = float((actual - expected).detach().masked_fill(empty, 0).abs().max())
     scale = float(expected.detach().masked_fill(empty & expected.isinf(), 0).abs().max())
-    assert error <= RELATIVE * scale, f"They differ by {error:.1e}, where the largest is {scale:.1e}: {where}."
+    allowed = RELATIVE * scale + (0.0 if exact is None else 2 * float((expected - exact).detach().abs().max()))
+    assert error <= allowed, f"They differ by {error:.1e}, where the largest is {scale:.1e}: {where}."
 
 
 def _with_gradients(layer: Layer, x: Tensor) -> dict[str, Tensor]:
