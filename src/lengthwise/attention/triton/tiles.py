@@ -106,6 +106,7 @@ RULES = (
     Rule(Tile(32, 64, 4, 2), "keys", "half", "", "heavy"),
     Rule(Tile(64, 32, 8, 2), "", "half", "wide", "heavy", "12"),
     Rule(Tile(64, 32, 4, 2), "", "half", "", "heavy"),
+    Rule(Tile(32, 64, 4, 2), "forward", "half", "wide", "masked", "12"),
     Rule(Tile(64, 64, 8, 2), "forward", "half", "wide", "", "8.6 12"),
     Rule(Tile(64, 64, 4, 2), "forward", "half", "", "", "8.6 12"),
     Rule(Tile(64, 64, 8, 2), "forward", "half", "wide", "crowded masked", "10"),
